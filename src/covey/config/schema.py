@@ -1,0 +1,302 @@
+"""Every setting of a run: the only place where defaults stand.
+
+A field's docstring says what it means; `covey config reference` and docs/config.md print it. Sections are YAML maps.
+Nothing here imports torch. Cross-field rules are validators that name the keys, the values and the fix.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A YAML map whose unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """The policy: which weights, in which numbers."""
+
+    path: str
+    """Hugging Face directory or hub id of the policy (Qwen2/2.5, Qwen3, Llama)."""
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer; default: the model's own."""
+    ref_path: str | None = None
+    """Frozen reference for the KL term; default: the policy's starting weights. Loaded only when kl_coef is not 0."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Numbers the weights are kept and computed in; auto: float32 on cpu, bfloat16 on cuda and npu."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, about a third more compute."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train: str | list[str]
+    """File, directory or hub id of training rows (json, jsonl, parquet, csv), or several of them."""
+    eval: str | None = None
+    """Held-out rows; default: the last `eval_rows` of the training rows are held out."""
+    eval_rows: NonNegativeInt = 0
+    """Rows to hold out of `train` (or to take of `eval`; 0 there: all of them)."""
+    prompt_key: str = "problem"
+    """Column with the question: text, or a list of chat messages."""
+    response_key: str | None = "answer"
+    """Column with the reference answer, given to rewards as `response`; null: none."""
+    system: str | None = None
+    """System message put before every prompt (template `chat` and named templates)."""
+    prompt_type: str = "auto"
+    """Prompt template: `chat` = the tokenizer's own, `empty` = raw text; auto: chat if the tokenizer has one."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the chat template, for example {enable_thinking: false}."""
+    max_prompt_length: PositiveInt = 1024
+    """Longest prompt in tokens; longer rows follow `overlong_prompts`."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What happens to longer prompts: dropped and counted, or an error that names the row."""
+    shuffle: bool = True
+    """New order every epoch, from the seed."""
+    limit: PositiveInt | None = None
+    """Use only the first so many rows of `train`: 200 is a quick check of a new set-up."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["native", "vllm"] = "native"
+    """native: on the training model itself, any device; vllm: needs the extra `vllm`."""
+    num_samples: PositiveInt = 8
+    """Responses per prompt (G)."""
+    max_response_length: PositiveInt = 1024
+    """Longest response in tokens."""
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """Logits are divided by it, in rollout and in training; 0: greedy (evaluation only)."""
+    top_k: NonNegativeInt = 0
+    """Keep the k likeliest tokens; 0: all."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Keep the smallest set of likeliest tokens with at least this probability; 1: all."""
+    min_p: Probability = 0.0
+    """Drop tokens less likely than this share of the likeliest; 0: none."""
+    stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
+    """Ids that end a response, besides those of generation_config, tokenizer and template."""
+    max_num_seqs: PositiveInt = 256
+    """Most responses decoded at once (native engine)."""
+    kv_cache_bytes: PositiveInt = 4 * 2**30
+    """Memory for keys and values of prompts and responses in flight (native engine), bytes."""
+
+
+class RewardEntry(Section):
+    """One reward function."""
+
+    name: str
+    """Registered name, "module:function" or "file.py:function"."""
+    weight: float = 1.0
+    """The score is multiplied by it before the sum."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Given to the function as its `config`."""
+
+
+class RewardConfig(Section):
+    """How responses are scored."""
+
+    functions: list[RewardEntry] = Field(default_factory=list)
+    """Reward functions for every row; a response's reward is the weighted sum of those that score it."""
+    on_error: Literal["none", "raise"] = "none"
+    """A reward function that raises: count it and leave the response unscored, or stop the run."""
+
+
+class AlgorithmConfig(Section):
+    """The objective."""
+
+    loss: str = "grpo"
+    """Surrogate per token."""
+    advantage: str = "group_norm"
+    """How rewards become advantages."""
+    advantage_eps: NonNegative = 1e-6
+    """Added to the standard deviation (MindSpeed-RL 1e-6, TRL 1e-4)."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "token_mean"
+    """Weight of a token in the loss; denominators are counted over the whole optimizer step."""
+    clip_low: NonNegative = 0.2
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: NonNegative = 0.2
+    """The ratio is clipped at 1 + clip_high."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL term to the reference; 0: the reference is not loaded."""
+    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    """Estimator of the KL term."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    mask_truncated: bool = False
+    """Leave responses that hit max_response_length out of the loss (their reward still counts in the group)."""
+    epochs: PositiveInt = 1
+    """Passes over each rollout."""
+    mini_batch_size: PositiveInt | None = None
+    """Prompts per optimizer step; default: train.batch_size, one optimizer step per epoch."""
+
+
+class TrainConfig(Section):
+    """The loop and the optimizer."""
+
+    steps: PositiveInt = 100
+    """Steps; one step is one rollout and its update."""
+    batch_size: PositiveInt = 16
+    """Prompts per step, over all devices (P)."""
+    max_tokens_per_micro_batch: PositiveInt = 16384
+    """Packed tokens per forward and backward; changes memory and speed, not the gradient."""
+    logits_chunk_bytes: PositiveInt = 64 * 2**20
+    """Largest block of fp32 logits held at once, bytes; changes memory and speed, not the result."""
+    lr: NonNegative = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, down to min_lr at the last optimizer step."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    warmup_fraction: Probability = 0.0
+    """Warm-up as a share of all optimizer steps; give this or warmup_steps."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay of matrices (norms and biases have none)."""
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Added to the root of AdamW's second moment."""
+    max_grad_norm: NonNegative = 1.0
+    """The gradient's norm is clipped to it; 0: no clipping."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> TrainConfig:
+        if self.warmup_steps and self.warmup_fraction:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction} both set: keep one"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation with the training rewards."""
+
+    every: NonNegativeInt = 0
+    """Evaluate every so many steps, and before the first and after the last; 0: never."""
+    num_samples: PositiveInt = 1
+    """Responses per held-out prompt; pass@k needs at least k."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature of the evaluation; 0: greedy."""
+    pass_threshold: float = 1.0
+    """A response passes when its reward is at least this."""
+    max_response_length: PositiveInt | None = None
+    """Longest response; default: rollout.max_response_length."""
+
+
+class CheckpointConfig(Section):
+    """What is kept to go on later."""
+
+    every: NonNegativeInt = 0
+    """Write a checkpoint every so many steps, and at the end; 0: only at the end and when interrupted."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; older ones are removed."""
+    export: bool = True
+    """Write the final weights as a Hugging Face directory `OUTPUT/model`."""
+
+
+class LoggingConfig(Section):
+    """What is shown and kept of a run. metrics.jsonl is always written."""
+
+    records: bool = True
+    """Write every step's rollouts to parquet (for `covey show`)."""
+    tensorboard: bool = False
+    """Write TensorBoard events (extra `tensorboard`)."""
+    wandb_project: str | None = None
+    """Send metrics to this Weights & Biases project (extra `wandb`)."""
+    swanlab_project: str | None = None
+    """Send metrics to this SwanLab project (extra `swanlab`)."""
+
+
+class SftConfig(Section):
+    """Cold start on demonstrations (`covey sft`)."""
+
+    data: str
+    """File of rows with a prompt and a response to imitate."""
+    prompt_key: str = "prompt"
+    """Column with the prompt."""
+    response_key: str = "response"
+    """Column with the demonstration, without the stop token."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; default: `epochs` over the rows."""
+    epochs: PositiveInt = 1
+    """Passes over the rows when `steps` is not given."""
+    batch_size: PositiveInt = 64
+    """Demonstrations per optimizer step."""
+    lr: NonNegative = 1e-5
+    """Peak learning rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+
+
+class Config(Section):
+    """A run."""
+
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    reward: RewardConfig
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    output_dir: str
+    """Directory of the run: metrics, records, checkpoints, final model."""
+    seed: NonNegativeInt = 1234
+    """Seeds the data order and the sampling."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Where to run; auto: npu, else cuda, else cpu."""
+
+    @model_validator(mode="after")
+    def _group_baseline_needs_a_group(self) -> Config:
+        if self.rollout.num_samples < 2 and self.algorithm.advantage.startswith(("group", "rloo", "gdpo")):
+            raise ValueError(
+                f"rollout.num_samples={self.rollout.num_samples} with algorithm.advantage={self.algorithm.advantage}: "
+                "a group baseline needs at least 2 responses per prompt; set rollout.num_samples to 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_arithmetic(self) -> Config:
+        mini, batch = self.algorithm.mini_batch_size, self.train.batch_size
+        if mini is not None and batch % mini:
+            raise ValueError(
+                f"train.batch_size={batch} is not a multiple of algorithm.mini_batch_size={mini}: "
+                "both count prompts; every optimizer step needs the same number of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sampling_temperature(self) -> Config:
+        if self.rollout.temperature == 0:
+            raise ValueError("rollout.temperature=0 samples G equal responses; training needs a temperature above 0")
+        return self
+
+
+class SftRunConfig(Section):
+    """A cold start: `covey sft FILE`."""
+
+    model: ModelConfig
+    sft: SftConfig
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    output_dir: str
+    """Directory of the run; the trained model is written to OUTPUT/model."""
+    seed: NonNegativeInt = 1234
+    """Seeds the order of the demonstrations."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Where to run; auto: npu, else cuda, else cpu."""
