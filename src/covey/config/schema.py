@@ -221,26 +221,18 @@ class LoggingConfig(Section):
 
 
 class SftConfig(Section):
-    """Cold start on demonstrations (`covey sft`)."""
+    """Demonstrations of a cold start."""
 
-    data: str
-    """File of rows with a prompt and a response to imitate."""
+    data: str | list[str]
+    """File of rows with a prompt and a response to imitate, or several of them."""
     prompt_key: str = "prompt"
-    """Column with the prompt."""
+    """Column with the prompt: text, or a list of chat messages."""
     response_key: str = "response"
     """Column with the demonstration, without the stop token."""
-    steps: PositiveInt | None = None
-    """Optimizer steps; default: `epochs` over the rows."""
-    epochs: PositiveInt = 1
-    """Passes over the rows when `steps` is not given."""
-    batch_size: PositiveInt = 64
-    """Demonstrations per optimizer step."""
-    lr: NonNegative = 1e-5
-    """Peak learning rate."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning rate after warm-up."""
+    prompt_type: str = "auto"
+    """Prompt template, as data.prompt_type."""
+    epochs: PositiveInt | None = None
+    """Passes over the rows; default: train.steps optimizer steps."""
 
 
 class Config(Section):
