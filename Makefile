@@ -1,0 +1,42 @@
+# make quickstart | make test | make check | make bench: each makes .venv when it is missing or out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread per process: the tests' tensors are tiny, and `-n` runs several processes.
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q
+
+.PHONY: quickstart test check bench install format docs clean
+
+quickstart: .venv/.installed
+	$(BIN)/covey quickstart
+
+test: .venv/.installed
+	$(TEST) -n 2
+
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(TEST) tests/structure
+
+bench: .venv/.installed
+	$(BIN)/python benchmarks/compare_trl.py
+
+install: .venv/.installed
+
+# constraints.txt names torch without a build; pip takes the CPU build where one is offered.
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	touch $@
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: .venv/.installed
+	$(BIN)/covey config reference > docs/config.md
+	$(BIN)/python -m covey.metrics > docs/metrics.md
+
+clean:
+	rm -rf .venv build dist src/*.egg-info
