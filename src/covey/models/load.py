@@ -1,0 +1,190 @@
+"""Hugging Face checkpoints in and out, and the checks that a checkpoint, its tokenizer and our attention agree.
+
+A model is used through two of its parts: `model.base_model` (hidden states, with the `covey` attention) and the output
+head's weight. What the packed attention cannot honour is refused by name; a family that is not in FAMILIES must also
+pass a numeric self-test against the model's own attention before it is trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from covey.models.attention import ATTENTION, PackedPlan
+from covey.types import Segment
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+def load_model(
+    path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The causal language model at `path`, on the device, attending through `covey`; ValueError with the reason if not."""
+    _require_checkpoint(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _refuse_unsupported(config, path)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+        )
+    except (OSError, KeyError) as error:
+        raise ValueError(f"model.path: cannot load {path!r}: {_first_line(error)}") from error
+    model.to(device)
+    prepare_model(model, path)
+    return model
+
+
+def prepare_model(model: PreTrainedModel, path: str = "the model") -> None:
+    """Switch a loaded model to the packed attention, after the checks that it can run there."""
+    _refuse_unsupported(model.config, path)
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"model.path: {path}: its output head has a bias, which the chunked log-probabilities do not add")
+    if model.config.model_type not in FAMILIES:
+        _self_test(model, path)
+    model.set_attn_implementation(ATTENTION)
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`; ValueError when there is none."""
+    _require_checkpoint(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"model.tokenizer: cannot load a tokenizer from {path!r}: {_first_line(error)}; "
+            "point model.tokenizer at a directory with tokenizer.json"
+        ) from error
+
+
+def stop_ids(model: Any, tokenizer: Any, *, extra: Iterable[int] = (), stop_words: Iterable[str] = ()) -> list[int]:
+    """Sorted ids that end a response: generation_config's eos, the tokenizer's eos, the template's stop words, `extra`.
+
+    ValueError when the set is empty, when an id is outside the vocabulary, or a stop word is not one token.
+    """
+    found: set[int] = set(extra)
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if configured is not None:
+        found.update([configured] if isinstance(configured, int) else configured)
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    for word in stop_words:
+        ids = tokenizer.encode(word, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"stop word {word!r} is {len(ids)} tokens for this tokenizer; it must be a single token")
+        found.add(ids[0])
+    vocab_size = model.config.vocab_size
+    outside = sorted(i for i in found if not 0 <= i < vocab_size)
+    if outside:
+        raise ValueError(
+            f"stop ids {outside} are outside the model's vocabulary of {vocab_size}: "
+            "check rollout.stop_token_ids and that the tokenizer belongs to the model"
+        )
+    if not found:
+        raise ValueError(
+            "no token ends a response: the tokenizer has no eos_token and generation_config.json no eos_token_id; "
+            "add one of them, or set rollout.stop_token_ids"
+        )
+    return sorted(found)
+
+
+def check_vocabulary(model: Any, tokenizer: Any) -> None:
+    """ValueError when the tokenizer can produce ids that the model has no embedding for."""
+    vocab_size = model.config.vocab_size
+    largest = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
+    if largest > vocab_size:
+        raise ValueError(
+            f"the tokenizer has ids up to {largest - 1}, the model a vocabulary of {vocab_size}: "
+            "model.tokenizer does not belong to model.path (or the embeddings were not resized after adding tokens)"
+        )
+
+
+def head_weight(model: PreTrainedModel) -> Tensor:
+    """The output head's weight, (V, D)."""
+    return model.get_output_embeddings().weight
+
+
+def export_model(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
+    """Write weights (safetensors), config and tokenizer as `transformers` reads them; replaces `directory` in one move."""
+    temporary = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(temporary)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(temporary, directory)
+
+
+def _require_checkpoint(path: str) -> None:
+    """A local-looking path must exist and be a Hugging Face directory."""
+    local = Path(path)
+    if local.is_dir():
+        if (local / "latest_checkpointed_iteration.txt").exists():
+            raise ValueError(
+                f"model.path: {path!r} is a Megatron-core checkpoint; point model.path at the Hugging Face directory it was "
+                "made from (config.json and *.safetensors), Covey needs no conversion"
+            )
+        if not any((local / name).exists() for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
+            raise ValueError(f"model.path: directory {path!r} has no config.json: it is not a Hugging Face checkpoint")
+        return
+    if local.exists():
+        raise ValueError(f"model.path: {path!r} is a file; give the directory that holds config.json")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        siblings = [p.name for p in local.parent.iterdir()] if local.parent.is_dir() else []
+        near = get_close_matches(local.name, siblings, n=1)
+        hint = f"; did you mean {str(local.parent / near[0])!r}?" if near else ""
+        raise ValueError(f"model.path: no such directory: {path!r}{hint}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _refuse_unsupported(config: Any, path: str) -> None:
+    reasons = []
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("it is an encoder-decoder model")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or getattr(config, "use_sliding_window", False):
+        reasons.append(f"its sliding window ({getattr(config, 'sliding_window', None)} tokens) is active")
+    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None):
+        reasons.append("it caps logits (softcapping)")
+    if getattr(config, "attention_dropout", 0.0):
+        reasons.append(f"attention_dropout is {config.attention_dropout}; set it to 0.0 in config.json")
+    if getattr(config, "model_type", "") == "gpt_oss":
+        reasons.append("it has attention sinks")
+    if reasons:
+        raise ValueError(f"model.path: {path}: the packed attention cannot serve this model: {'; '.join(reasons)}")
+
+
+@torch.no_grad()
+def _self_test(model: PreTrainedModel, path: str, tolerance: float = 1e-2) -> None:
+    """Packed logits of two responses must equal the model's own on the two sequences, relative to the logits' size."""
+    device = head_weight(model).device
+    ids = torch.arange(1, 13, device=device) % model.config.vocab_size
+    prompt, answers = ids[:5], (ids[5:9], ids[9:12])
+    training = model.training
+    model.eval()
+    expected = torch.cat([model(torch.cat([prompt, a])[None], use_cache=False).logits[0, 4:] for a in answers]).float()
+    model.set_attn_implementation(ATTENTION)
+    segments = [Segment(0, 5, None), Segment(5, 9, 0), Segment(9, 12, 0)]
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7], device=device)
+    hidden = model.base_model(
+        input_ids=ids[None], position_ids=positions[None], plan=PackedPlan(segments, device), use_cache=False
+    ).last_hidden_state[0]
+    model.train(training)
+    rows = torch.tensor([4, 5, 6, 7, 8, 4, 9, 10, 11], device=device)
+    actual = (hidden[rows] @ head_weight(model).t()).float()
+    if actual.shape != expected.shape or not (actual - expected).abs().max() <= tolerance * expected.abs().max():
+        raise ValueError(
+            f"model.path: {path}: architecture {json.dumps(model.config.model_type)} gives other logits when packed than "
+            "by itself, so it is not trained (known to work: " + ", ".join(FAMILIES) + ")"
+        )

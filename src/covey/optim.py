@@ -1,0 +1,84 @@
+"""AdamW with fp32 master weights, and the learning rate as a function of the optimizer step.
+
+Decoupled weight decay (arXiv:1711.05101) applies to matrices only. 16-bit weights are updated through fp32 copies: a step
+of lr 1e-6 is below the spacing of bfloat16 numbers and would otherwise be lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.config.schema import TrainConfig
+
+
+def learning_rate(optimizer_step: int, config: TrainConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then constant, linear or cosine down to min_lr."""
+    warmup = config.warmup_steps or math.ceil(config.warmup_fraction * total_steps)
+    if optimizer_step < warmup:
+        return config.lr * (optimizer_step + 1) / warmup
+    progress = (optimizer_step - warmup) / max(1, total_steps - warmup)
+    if config.schedule == "constant":
+        return config.lr
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.min_lr + (config.lr - config.min_lr) * max(0.0, shape)
+
+
+class Optimizer:
+    """AdamW over fp32 masters of a model's trainable parameters (the parameters themselves where they are fp32)."""
+
+    def __init__(self, parameters: Iterable[Tensor], config: TrainConfig) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        decayed = [m for m in self.masters if m.dim() >= 2]
+        others = [m for m in self.masters if m.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+        self.max_grad_norm = config.max_grad_norm
+
+    def step(self, lr: float) -> float:
+        """Clip, update, clear the gradients; returns the gradient's norm before clipping.
+
+        A gradient that is not finite changes nothing: the caller sees it in the returned norm and counts it.
+        """
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        if math.isfinite(value := float(norm)):
+            if self.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(self.masters, self.max_grad_norm, norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            with torch.no_grad():
+                for parameter, master in zip(self.parameters, self.masters, strict=True):
+                    if master is not parameter:
+                        parameter.copy_(master)
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, and the masters where they are more exact than the weights."""
+        masters = [None if m is p else m for p, m in zip(self.parameters, self.masters, strict=True)]
+        return {"adamw": self._adamw.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()` of the same parameters."""
+        if len(state["masters"]) != len(self.masters):
+            raise ValueError(
+                f"the checkpoint's optimizer has {len(state['masters'])} parameters, the model {len(self.masters)}: "
+                "it belongs to another model"
+            )
+        self._adamw.load_state_dict(state["adamw"])
+        with torch.no_grad():
+            for master, saved in zip(self.masters, state["masters"], strict=True):
+                if saved is not None:
+                    master.copy_(saved)
