@@ -49,10 +49,15 @@ def load_config(
     `choices` maps dotted keys to known names, for fields whose names live in registries (`algorithm.loss`); a name
     with a colon is a path to the user's own function and passes. Raises ConfigError with every problem found.
     """
+    return validate_tree(load_tree(path, overrides), schema, choices=choices)
+
+
+def load_tree(path: str | Path, overrides: Sequence[str] = ()) -> Tree:
+    """Read `path` and apply `a.b=value` overrides, without knowing what the keys mean."""
     tree = read_tree(path)
     for override in overrides:
         apply_override(tree, override)
-    return validate_tree(tree, schema, choices=choices)
+    return tree
 
 
 def validate_tree(

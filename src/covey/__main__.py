@@ -1,0 +1,5 @@
+"""`python -m covey`, and `torchrun -m covey train FILE` for several processes."""
+
+from covey.cli import main
+
+main()

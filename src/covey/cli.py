@@ -1,0 +1,209 @@
+"""The command line. Commands import what they need when they run, so that `covey --help` answers at once.
+
+Exit codes of every command: 0 done, 1 a check failed, 2 usage or configuration error, 130 interrupted. Errors a user
+can fix (ValueError, OSError) are one paragraph on stderr; COVEY_DEBUG=1 shows the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from covey.config.load import LoadedConfig
+
+app = typer.Typer(
+    name="covey",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train language models with group-relative policy optimisation, on CPU, CUDA and Ascend NPU.",
+    epilog="Start with `covey quickstart`. Exit codes: 0 done, 1 a check failed, 2 usage or configuration error, "
+    "130 interrupted.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Show, explain and check configurations.")
+app.add_typer(config_app, name="config")
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one value, for example `train.lr=2e-6`; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("covey").setLevel(logging.INFO)
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        if os.environ.get("COVEY_DEBUG") == "1":
+            raise
+        _print_error(error)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def covey(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Options before a command."""
+    if version:
+        from covey import __version__
+
+        typer.echo(f"covey {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option("--out", help="Directory of the run.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option("--seed", help="Seed of model, data and training.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Make a small model, teach it by GRPO on this machine, and show that it learned. Needs no network."""
+    from covey.tools import quickstart as tool
+
+    _report(tool.run(out, seed, json=as_json), as_json)
+
+
+@app.command()
+def train(
+    file: File,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in output_dir.")] = False,
+    resume_from: Annotated[
+        Path | None, typer.Option("--resume-from", metavar="DIR", help="Continue from this checkpoint.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train with GRPO.
+
+    One device: `covey train run.yaml --set train.steps=20`. Several: `torchrun --nproc-per-node 8 -m covey train
+    run.yaml`. Ctrl-C writes a checkpoint and exits with 130; `--resume` goes on from it.
+    """
+    loaded, checkpoint = _load(file, overrides, "train"), _resume(resume, resume_from)
+    from covey import trainer as tool
+
+    _report(tool.train(loaded, resume=checkpoint, json=as_json), as_json)
+
+
+@app.command()
+def sft(file: File, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Train on demonstrations: the cold start before GRPO.
+
+    `covey sft sft.yaml` writes the model to `OUTPUT/model`; go on with `covey train run.yaml --set
+    model.path=OUTPUT/model`.
+    """
+    loaded = _load(file, overrides, "sft")
+    from covey import sft as tool
+
+    _report(tool.run(loaded), as_json)
+
+
+@app.command()
+def evaluate(
+    file: File,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR", help="Evaluate this model instead of the configuration's.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a model on held-out rows with the training rewards: mean reward, pass@1, pass@k.
+
+    `covey evaluate run.yaml --model runs/mine/model --set evaluation.num_samples=4`
+    """
+    loaded = _load(file, overrides, "train")
+    from covey import evaluate as tool
+
+    _report(tool.run(loaded, model=model), as_json)
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)],
+    step: Annotated[int | None, typer.Option("--step", help="Step to show; default: the last recorded.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a step sampled: each prompt with its responses, rewards and advantages side by side.
+
+    `covey show runs/mine --step 10`
+    """
+    from covey.tools import show as tool
+
+    tool.show(run, step, json=as_json)
+
+
+@config_app.command("show")
+def config_show(file: File, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Print the effective configuration, and after each value where it came from.
+
+    The output is itself a valid configuration: `covey config show run.yaml > full.yaml`.
+    """
+    from covey.config import reference
+
+    loaded = _load(file, overrides, kind=None)
+    if as_json:
+        _print_json(reference.effective_dict(loaded))
+    else:
+        typer.echo(reference.effective_yaml(loaded), nl=False)
+
+
+@config_app.command("reference")
+def config_reference(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables: docs/config.md.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print every key with type, default, unit and meaning."""
+    from covey.config import reference
+
+    if as_json:
+        _print_json(reference.reference_rows())
+    else:
+        typer.echo(reference.reference_markdown() if markdown else reference.reference_text(), nl=False)
+
+
+def _load(file: Path, overrides: list[str] | None, kind: str | None) -> LoadedConfig[Any]:
+    """Read a file for `kind` of command: "train", "sft", or None for whichever the file is made for."""
+    from covey.config.load import load_tree, schema_of, validate_tree
+    from covey.config.schema import Config, SftRunConfig
+
+    tree = load_tree(file, overrides or [])
+    schema = {"train": Config, "sft": SftRunConfig}[kind] if kind else schema_of(tree)
+    return validate_tree(tree, schema)
+
+
+def _resume(last: bool, directory: Path | None) -> bool | str | None:
+    if directory is not None and not directory.is_dir():
+        raise ValueError(f"--resume-from {directory}: no such directory")
+    return str(directory) if directory is not None else last
+
+
+def _report(summary: dict[str, Any], as_json: bool) -> None:
+    """Commands print their own progress; with --json the summary is all that stdout gets."""
+    if as_json:
+        _print_json(summary)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _print_error(error: ValueError | OSError) -> None:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    typer.secho(f"error: {text or type(error).__name__}", fg=typer.colors.RED, err=True)
