@@ -1,0 +1,108 @@
+"""Three responses of 4, 3 and 2 tokens with known losses and gradients, computed by TRL 1.16 in fp32.
+
+`expected` rows: loss, norm of d loss / d logprobs, and three of its entries (response 0 token 0, 1/1, 2/0). Settings:
+clip 0.2 / 0.28 (cispo: weights up to 1.1), kl_coef 0.04 with the importance weight, max_response_length 8.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from covey.algorithm.aggregation import token_weights
+from covey.algorithm.kl import KL_ESTIMATORS
+from covey.algorithm.losses import LOSSES, LossOptions
+
+LENGTHS = [4, 3, 2]
+MAX_RESPONSE_LENGTH = 8
+KL_COEF = 0.04
+RESPONSE_INDEX = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+PICKED = [0, 5, 7]  # response 0 token 0, response 1 token 1, response 2 token 0
+ADVANTAGES = torch.tensor([1.0, -0.5, -1.5])[RESPONSE_INDEX]
+
+
+def policy_logprobs() -> Tensor:
+    """(9,) logprobs of the policy, a fresh leaf."""
+    return torch.tensor([-1.0, -0.5, -2.0, -0.3, -0.8, -1.5, -0.2, -2.5, -0.1], requires_grad=True)
+
+
+OLD = torch.tensor([-1.2, -0.5, -1.5, -0.6, -0.9, -1.0, -0.25, -2.0, -0.4])
+REF = torch.tensor([-1.1, -0.7, -1.8, -0.5, -0.6, -1.4, -0.3, -2.4, -0.3])
+SAMPLED = torch.tensor([-1.1, -0.6, -1.5, -0.5, -1.0, -1.1, -0.2, -2.2, -0.4])
+ENTROPY = torch.tensor([0.5, 1.0, 2.0, 0.1, 0.7, 1.5, 0.3, 2.5, 0.2])
+
+# (loss, sequence_ratio, aggregation): expected
+LOSS_CASES = {
+    ("grpo", False, "sequence_mean"): (0.3599246, 0.3767281, -0.1013764, -0.0002696, -0.0004044),
+    ("grpo", True, "sequence_mean"): (0.2678798, 0.3707878, -0.0829630, 0.0490633, 0.2256470),
+    ("grpo", False, "constant"): (0.0250002, 0.1145485, -0.0506882, -0.0001011, -0.0001011),
+    ("grpo", True, "constant"): (0.0022444, 0.1197368, -0.0414815, 0.0183988, 0.0564118),
+    ("grpo", False, "token_mean"): (0.0666671, 0.3054626, -0.1351686, -0.0002696, -0.0002696),
+    ("grpo", True, "token_mean"): (0.0059851, 0.3192980, -0.1106174, 0.0490633, 0.1504313),
+    ("grpo", False, "sequence_sum"): (0.2000013, 0.9163878, -0.4055057, -0.0008087, -0.0008087),
+    ("grpo", True, "sequence_sum"): (0.0179555, 0.9578941, -0.3318522, 0.1471900, 0.4512940),
+    ("gspo", False, "sequence_mean"): (0.2678798, 0.3707878, -0.0829630, 0.0490633, 0.2256470),
+    ("cispo", False, "token_mean"): (-0.0323917, 0.3140565, -0.1216794, 0.0334266, 0.1008189),
+    ("cispo", True, "token_mean"): (-0.0929652, 0.3192980, -0.1106174, 0.0490633, 0.1504313),
+    ("sapo", False, "sequence_mean"): (0.5654851, 0.4095952, -0.1001392, 0.0320286, 0.1449376),
+    ("sapo", True, "sequence_mean"): (0.5377811, 0.3700338, -0.0829630, 0.0488985, 0.2250834),
+    ("vespo", False, "token_mean"): (-0.0067017, 0.2955659, -0.1105683, 0.0348236, 0.1311683),
+}
+
+# variations of grpo with token ratios and token_mean: expected
+OPTION_CASES = {
+    "no kl": (0.0661195, 0.3051232, -0.1357114, 0.0, 0.0),
+    "kl without importance weight": (0.0666485, 0.3053437, -0.1352885, -0.0004674, -0.0004674),
+    "dual clip 1.1": (0.0885131, 0.1545408, 0.0005428, -0.0002696, -0.0002696),
+    "off-policy mask 0.05": (-0.0975797, 0.2935859, -0.1351686, -0.0002696, -0.0002696),
+    "top half of the entropies": (0.0612203, 0.1428889, 0.0005428, -0.0002696, -0.0002696),
+    "entropy bonus 0.1": (-0.0311107, 0.3054626, -0.1351686, -0.0002696, -0.0002696),
+    "sequence mask 1.2": (-0.2216262, 0.1956549, -0.1222539, -0.0002696, -0.0002696),
+    "token truncate 1.1": (0.1030742, 0.3049722, -0.1222539, -0.0002696, -0.0002696),
+}
+OPTIONS = LossOptions(clip_low=0.2, clip_high=0.28)
+
+
+@pytest.mark.parametrize(("case", "expected"), LOSS_CASES.items())
+def test_loss_and_gradient_equal_trl(case: tuple[str, bool, str], expected: tuple[float, ...]) -> None:
+    loss, sequence_ratio, aggregation = case
+    low, high = (1.0, 0.1) if loss == "cispo" else (0.2, 0.28)
+    options = LossOptions(clip_low=low, clip_high=high, sequence_ratio=sequence_ratio)
+    check(*golden_loss(loss, aggregation, options, kl_coef=KL_COEF), expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "kl_coef", "kl_weighted"),
+    [
+        ("no kl", OPTIONS, 0.0, True),
+        ("kl without importance weight", OPTIONS, KL_COEF, False),
+        ("dual clip 1.1", LossOptions(clip_low=0.2, clip_high=0.28, dual_clip=1.1), KL_COEF, True),
+    ],
+)
+def test_options_equal_trl(case: str, options: LossOptions, kl_coef: float, kl_weighted: bool) -> None:
+    check(*golden_loss("grpo", "token_mean", options, kl_coef=kl_coef, kl_weighted=kl_weighted), OPTION_CASES[case])
+
+
+def golden_loss(loss: str, aggregation: str, options: LossOptions, *, kl_coef: float, kl_weighted: bool = True):
+    """The golden batch's total loss and its gradient."""
+    logprobs = policy_logprobs()
+    token = LOSSES[loss](logprobs, OLD, ADVANTAGES, RESPONSE_INDEX, 3, options)
+    kl = KL_ESTIMATORS["k3"](logprobs, REF) * (token.ratio if kl_weighted else 1.0)
+    total = ((token.loss + kl_coef * kl) * weights(aggregation)).sum()
+    total.backward()
+    assert logprobs.grad is not None
+    return total.detach(), logprobs.grad
+
+
+def weights(aggregation: str) -> Tensor:
+    per_response = token_weights(
+        np.array(LENGTHS), np.ones(3, dtype=bool), aggregation, num_responses=3, max_response_length=8
+    )
+    return torch.tensor(per_response, dtype=torch.float32)[RESPONSE_INDEX]
+
+
+def check(total: Tensor, gradient: Tensor, expected: tuple[float, ...]) -> None:
+    got = [total.item(), gradient.norm().item(), *(gradient[i].item() for i in PICKED)]
+    assert got == pytest.approx(list(expected), abs=1e-6)
