@@ -1,0 +1,66 @@
+"""Held-out evaluation: the run's own rewards and rollout engine on rows that are never trained on.
+
+pass@k is the unbiased estimate 1 - C(n - c, k) / C(n, k) over n samples of which c pass, averaged over prompts
+(arXiv:2107.03374, eq. 1); a response passes when its reward is at least evaluation.pass_threshold.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from covey.config.schema import Config
+from covey.rewards.runner import Scorer, Scores
+from covey.rollout.engine import RolloutEngine, Sampling
+from covey.types import Group, Prompt
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Chance that at least one of k responses, drawn without return from the n, passes."""
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def evaluate(
+    engine: RolloutEngine, scorer: Scorer, prompts: list[Prompt], config: Config, *, step: int
+) -> tuple[dict[str, float], list[Group], Scores]:
+    """Metrics under `eval/...`, with the groups and scores they come from.
+
+    The sampling of every evaluation is the same (its draws do not depend on `step`), so that two of them differ by the
+    weights alone.
+    """
+    del step
+    settings = config.evaluation
+    sampling = Sampling(
+        num_samples=settings.num_samples,
+        max_response_length=settings.max_response_length or config.rollout.max_response_length,
+        temperature=settings.temperature,
+        seed=config.seed,
+        step=-1,
+    )
+    start = time.perf_counter()
+    groups = engine.generate(prompts, sampling, on_group=scorer.submit)
+    scores = scorer.collect()
+    values = summarize_evaluation(groups, scores, threshold=settings.pass_threshold)
+    values["timing/eval"] = time.perf_counter() - start
+    return values, groups, scores
+
+
+def summarize_evaluation(groups: list[Group], scores: Scores, *, threshold: float) -> dict[str, float]:
+    """eval/reward, eval/pass@1, eval/pass@k, per-reward means, lengths. An unscored response does not pass."""
+    if not groups:
+        return {}
+    passed = (np.nan_to_num(scores.total, nan=-math.inf) >= threshold - 1e-9).sum(axis=1)
+    num_samples = scores.total.shape[1]
+    lengths = [len(r.token_ids) for group in groups for r in group.responses]
+    truncated = [r.finish_reason == "length" for group in groups for r in group.responses]
+    values = {f"eval/pass@{k}": float(np.mean([pass_at_k(num_samples, int(c), k) for c in passed])) for k in {1, num_samples}}
+    if not np.isnan(scores.total).all():
+        values["eval/reward"] = float(np.nanmean(scores.total))
+    for name, part in scores.parts.items():
+        if not np.isnan(part).all():
+            values[f"eval/{name}_rewards/mean"] = float(np.nanmean(part))
+    values["eval/response_length/mean"] = float(np.mean(lengths))
+    values["eval/truncated_share"] = float(np.mean(truncated))
+    return values
