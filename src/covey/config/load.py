@@ -142,12 +142,13 @@ def _field_problems(
     """One problem per key; keys already reported by _Fit are left out. Adds the keys to `bad`."""
     problems: list[Problem] = []
     for item in error.errors(include_url=False):
-        path = _existing(item["loc"], data, missing=item["type"] == "missing")
+        missing = item["type"] == "missing" and isinstance(item["loc"][-1], str)  # an index: the list is too short
+        path = _existing(item["loc"], data, missing=missing)
         if path in bad or (item["type"] == "value_error" and section_at(schema, path) is not None):
             continue  # rules of whole sections are run one by one in _rule_problems
         bad.add(path)
         place, key = tree.place(path), dotted(path)
-        if item["type"] == "missing":
+        if missing:
             problems += _missing(schema, path, place)
         elif item["type"] == "extra_forbidden":
             problems.append(Problem(place, key, shown(_get(data, path)), _unknown_key(schema, path)))
