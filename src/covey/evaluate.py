@@ -23,14 +23,12 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def evaluate(
-    engine: RolloutEngine, scorer: Scorer, prompts: list[Prompt], config: Config, *, step: int
+    engine: RolloutEngine, scorer: Scorer, prompts: list[Prompt], config: Config
 ) -> tuple[dict[str, float], list[Group], Scores]:
     """Metrics under `eval/...`, with the groups and scores they come from.
 
-    The sampling of every evaluation is the same (its draws do not depend on `step`), so that two of them differ by the
-    weights alone.
+    Every evaluation of a run draws the same random numbers, so that two of them differ by the weights alone.
     """
-    del step
     settings = config.evaluation
     sampling = Sampling(
         num_samples=settings.num_samples,
@@ -42,20 +40,31 @@ def evaluate(
     start = time.perf_counter()
     groups = engine.generate(prompts, sampling, on_group=scorer.submit)
     scores = scorer.collect()
-    values = summarize_evaluation(groups, scores, threshold=settings.pass_threshold)
+    values = summarize_evaluation(groups, scores, threshold=settings.pass_threshold, pass_on=settings.pass_on)
     values["timing/eval"] = time.perf_counter() - start
     return values, groups, scores
 
 
-def summarize_evaluation(groups: list[Group], scores: Scores, *, threshold: float) -> dict[str, float]:
-    """eval/reward, eval/pass@1, eval/pass@k, per-reward means, lengths. An unscored response does not pass."""
+def summarize_evaluation(
+    groups: list[Group], scores: Scores, *, threshold: float, pass_on: str | None = None
+) -> dict[str, float]:
+    """eval/reward, eval/pass@1, eval/pass@k, per-reward means, lengths. An unscored response does not pass.
+
+    pass_on: the reward ("math") or part of one ("math/answer") that must reach the threshold; None: the total reward.
+    """
     if not groups:
         return {}
-    passed = (np.nan_to_num(scores.total, nan=-math.inf) >= threshold - 1e-9).sum(axis=1)
+    judged = scores.total if pass_on is None else (scores.parts | scores.details).get(pass_on)
+    if judged is None:
+        known = ", ".join(sorted(scores.parts | scores.details))
+        raise ValueError(f"evaluation.pass_on: {pass_on!r} is neither a reward nor a part of one; known: {known}")
+    passed = (np.nan_to_num(judged, nan=-math.inf) >= threshold - 1e-9).sum(axis=1)
     num_samples = scores.total.shape[1]
     lengths = [len(r.token_ids) for group in groups for r in group.responses]
     truncated = [r.finish_reason == "length" for group in groups for r in group.responses]
-    values = {f"eval/pass@{k}": float(np.mean([pass_at_k(num_samples, int(c), k) for c in passed])) for k in {1, num_samples}}
+    values = {
+        f"eval/pass@{k}": float(np.mean([pass_at_k(num_samples, int(c), k) for c in passed])) for k in {1, num_samples}
+    }
     if not np.isnan(scores.total).all():
         values["eval/reward"] = float(np.nanmean(scores.total))
     for name, part in scores.parts.items():

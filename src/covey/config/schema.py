@@ -190,8 +190,10 @@ class EvaluationConfig(Section):
     """Responses per held-out prompt; pass@k needs at least k."""
     temperature: NonNegative = 1.0
     """Sampling temperature of the evaluation; 0: greedy."""
+    pass_on: str | None = None
+    """Reward ("math") or part of one ("math/answer") that decides whether a response passes; default: the total."""
     pass_threshold: float = 1.0
-    """A response passes when its reward is at least this."""
+    """A response passes when that reward is at least this."""
     max_response_length: PositiveInt | None = None
     """Longest response; default: rollout.max_response_length."""
 

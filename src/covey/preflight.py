@@ -1,0 +1,108 @@
+"""Before the first step: is the output directory free, do the numbers fit, and what will the run do, worked out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from covey.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+def check_output_dir(output: Path, resume: bool | str | None) -> None:
+    """ValueError when the directory holds another run and no resume was asked for, or cannot be one."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir: {output} is a file; choose a directory")
+    if not resume and ((output / "metrics.jsonl").exists() or (output / "checkpoints").exists()):
+        raise ValueError(
+            f"output_dir: {output} already holds a run; go on with it by --resume, or choose another output_dir"
+        )
+
+
+def check_lengths(config: Config, model: Any) -> None:
+    """ValueError when prompt and response together exceed what the model's positions allow."""
+    limit = getattr(model, "max_position_embeddings", None)
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"data.max_prompt_length={config.data.max_prompt_length} + rollout.max_response_length="
+            f"{config.rollout.max_response_length} = {longest} tokens, but the model has positions for {limit}: lower one of them"
+        )
+
+
+def warn_changed_config(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Name every setting in which a resumed run differs from the one that wrote the checkpoint."""
+    for key in sorted(flatten(before).keys() | flatten(now).keys()):
+        old, new = flatten(before).get(key), flatten(now).get(key)
+        if old != new:
+            log.warning("resumed with another %s: %r, was %r", key, new, old)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} to {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def facts(
+    config: Config,
+    *,
+    device: dict[str, str],
+    model: Any,
+    num_prompts: int,
+    num_eval: int,
+    dropped: Mapping[str, int],
+    stop_tokens: Mapping[int, str],
+) -> dict[str, dict[str, str]]:
+    """What was chosen and what a step amounts to: title -> line -> text; printed at start and kept in run.json."""
+    train, rollout, algorithm = config.train, config.rollout, config.algorithm
+    num_responses = train.batch_size * rollout.num_samples
+    mini = algorithm.mini_batch_size or train.batch_size
+    per_step = algorithm.epochs * (train.batch_size // mini)
+    longest = config.data.max_prompt_length + rollout.num_samples * (rollout.max_response_length - 1)
+    parameters = sum(p.numel() for p in model.parameters())
+    drops = "".join(f", {count} dropped ({reason})" for reason, count in dropped.items() if count)
+    rewards = ", ".join(f"{e.name} x {e.weight:g}" for e in config.reward.functions)
+    return {
+        "Device": device | {"engine": rollout.engine},
+        "Model": {
+            "path": config.model.path,
+            "architecture": f"{model.config.model_type}, {parameters / 1e6:,.1f}M parameters, vocabulary {model.config.vocab_size:,}",
+            "stop tokens": ", ".join(f"{token} ({i})" for i, token in stop_tokens.items()),
+            "reference": (config.model.ref_path or "starting weights") if algorithm.kl_coef else "not loaded (kl_coef 0)",
+        },
+        "Data": {
+            "prompts": f"{num_prompts:,}{drops}",
+            "held out": f"{num_eval:,}",
+            "epochs": f"{train.steps * train.batch_size / num_prompts:.2f} over {train.steps} steps",
+            "rewards": rewards or "by task",
+        },
+        "Each step": {
+            "responses": f"{train.batch_size} prompts x G {rollout.num_samples} = {num_responses}",
+            "optimizer steps": f"{algorithm.epochs} epochs x {train.batch_size // mini} mini-batches of {mini} prompts "
+            f"({mini * rollout.num_samples} responses) = {per_step}; {train.steps * per_step} in all",
+            "tokens": f"at most {num_responses * rollout.max_response_length:,} sampled; "
+            f"at most {train.batch_size * longest:,} trained on, in micro-batches of {train.max_tokens_per_micro_batch:,}",
+            "old logprobs": "recomputed" if per_step > 1 else "not needed: one optimizer step per rollout, the ratio is 1",
+        },
+    }
+
+
+def print_facts(facts: Mapping[str, Mapping[str, str]], console: Console | None = None) -> None:
+    """One table on standard error."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for title, lines in facts.items():
+        for i, (name, text) in enumerate(lines.items()):
+            table.add_row(f"[bold]{title}[/bold]" if i == 0 else "", name, str(text))
+    (console or Console(stderr=True)).print(table)

@@ -1,0 +1,105 @@
+"""From a configuration to the parts of a run: device, tokenizer, model, stop ids, engine, prompts.
+
+Every command that needs them builds them here, in the same order and with the same checks.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from covey import device as devices
+from covey.config.schema import Config, ModelConfig, TrainConfig
+from covey.data.prompts import PromptSet, build_prompts, split_prompts
+from covey.data.rows import load_rows
+from covey.models.load import check_vocabulary, load_model, load_tokenizer, stop_ids
+from covey.policy import ForwardLimits, Policy
+from covey.rollout.engine import RolloutEngine
+from covey.rollout.native import NativeEngine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Prompts:
+    """Rows to train on and rows to evaluate on; disjoint."""
+
+    train: PromptSet
+    eval: PromptSet | None
+
+
+@dataclass
+class Parts:
+    """What is loaded once per process."""
+
+    device: devices.Device
+    tokenizer: Any
+    policy: Policy
+    stop_token_ids: list[int]
+
+
+def load_parts(model: ModelConfig, train: TrainConfig, *, kind: str, temperature: float) -> Parts:
+    """Device, tokenizer and model, checked against each other; stop ids without those of templates."""
+    device = devices.resolve(kind, model.dtype)
+    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
+    network = load_model(
+        model.path, dtype=device.dtype, device=device.torch_device, trust_remote_code=model.trust_remote_code
+    )
+    check_vocabulary(network, tokenizer)
+    if model.gradient_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    limits = ForwardLimits(train.max_tokens_per_micro_batch, train.logits_chunk_bytes)
+    policy = Policy(network, device=device.torch_device, temperature=temperature, limits=limits)
+    return Parts(device, tokenizer, policy, stop_ids(network, tokenizer))
+
+
+def load_reference(config: Config, parts: Parts) -> Policy:
+    """The frozen reference of the KL term, on the policy's device."""
+    network = load_model(
+        config.model.ref_path or config.model.path,
+        dtype=parts.device.dtype,
+        device=parts.device.torch_device,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    if network.config.vocab_size != parts.policy.model.config.vocab_size:
+        raise ValueError(
+            f"model.ref_path: vocabulary of {network.config.vocab_size}, but the policy has "
+            f"{parts.policy.model.config.vocab_size}: the reference must use the policy's tokens"
+        )
+    network.requires_grad_(False)
+    policy = parts.policy
+    return Policy(network, device=policy.device, temperature=policy.temperature, limits=policy.limits)
+
+
+def load_prompts(config: Config, tokenizer: Any) -> Prompts:
+    """Training and held-out prompts."""
+    data = config.data
+    source = ", ".join(data.train) if isinstance(data.train, list) else data.train
+    train = build_prompts(load_rows(data.train, limit=data.limit), tokenizer, data, source=source)
+    held_out = None
+    if data.eval is not None:
+        rows = load_rows(data.eval, limit=data.eval_rows or None)
+        held_out = build_prompts(rows, tokenizer, data, source=data.eval)
+    elif data.eval_rows:
+        train, held_out = split_prompts(train, data.eval_rows)
+    return Prompts(train, held_out)
+
+
+def make_engine(config: Config, parts: Parts, stop_token_ids: list[int]) -> RolloutEngine:
+    """The rollout engine that `rollout.engine` names."""
+    if config.rollout.engine == "vllm":
+        from covey.rollout.vllm import VllmEngine
+
+        return VllmEngine(parts.policy.model, parts.tokenizer, stop_token_ids=stop_token_ids)
+
+    def decode(ids: list[int]) -> str:
+        return parts.tokenizer.decode(ids, skip_special_tokens=True)
+
+    return NativeEngine(
+        parts.policy.model,
+        stop_token_ids=stop_token_ids,
+        decode=decode,
+        max_num_seqs=config.rollout.max_num_seqs,
+        kv_cache_bytes=config.rollout.kv_cache_bytes,
+    )
