@@ -58,7 +58,8 @@ METRICS: dict[str, Metric] = {
     "grpo/score/min": Metric("reward", "Lowest total reward."),
     "{reward}_rewards/mean": Metric("score", "Mean score of one reward function, before its weight, where it scored."),
     "reward/none_share": Metric("share", "Responses that no reward function scored; their advantage is 0."),
-    "reward/errors": Metric("count", "Calls of reward functions that raised or ran out of time in this step."),
+    "reward/errors": Metric("count", "Responses that a reward function left unscored because it raised."),
+    "reward/timeouts": Metric("count", "Responses that a reward function left unscored because its time ran out."),
     "group/zero_variance_share": Metric(
         "share", "Groups whose scored responses all have one reward: nothing to learn."
     ),
@@ -84,6 +85,8 @@ METRICS: dict[str, Metric] = {
     "actor/ppo_kl": Metric("nats", "Mean old - current log-probability (k1), over the update."),
     "actor/grad_norm": Metric("1", "Norm of the gradient before clipping, mean over optimizer steps.", "same"),
     "actor/lr": Metric("1", "Learning rate of the step's last optimizer step.", "same"),
+    "actor/skipped_steps": Metric("count", "Optimizer steps left out because their gradient was not finite.", "same"),
+    "actor/nonfinite_tokens": Metric("count", "Response tokens left out of the loss: their ratio was not finite."),
     "e2e_tps": Metric(
         "tokens/s", "Tokens per device and second of timing/all; a prompt counts once per response, as in MindSpeed-RL."
     ),
@@ -105,7 +108,7 @@ METRICS: dict[str, Metric] = {
 
 def summarize(
     groups: Sequence[Group],
-    rewards: np.ndarray,  # (P, G) total reward; NaN: not scored
+    rewards: np.ndarray,  # (P, G) total reward; NaN: not scored, or no such response
     *,
     parts: Mapping[str, np.ndarray],  # (P, G) per reward function, before its weight; NaN: not scored
     advantages: np.ndarray,  # (P, G)
@@ -124,13 +127,14 @@ def summarize(
     num_tokens = float(response_lengths.sum() + (prompt_lengths * repeats).sum())
 
     values = {f"timing/{name}": float(seconds) for name, seconds in timings.items()}
+    exists = np.arange(rewards.shape[1]) < repeats[:, None]  # False in the tail of a group smaller than the largest
     values |= _spread("prompt_length", prompt_lengths) | _spread("response_length", response_lengths)
     values |= _spread("grpo/score", rewards)
     for name, scores in parts.items():
         values |= {k: v for k, v in _spread(f"{name}_rewards", scores).items() if k.endswith("/mean")}
-    values["reward/none_share"] = float(np.isnan(rewards).mean())
+    values["reward/none_share"] = float(np.isnan(rewards[exists]).mean())
     values["group/zero_variance_share"] = float(np.mean([_all_equal(row) for row in rewards]))
-    values |= _spread("advantage", advantages)
+    values |= _spread("advantage", advantages[exists])
     values["rollout/truncated_share"] = float(np.mean([response.finish_reason == "length" for response in responses]))
     for name, seconds in (("e2e_tps", "all"), ("update_tps", "update"), ("vllm_tps", "rollout")):
         values |= _rate(name, num_tokens / world_size, timings.get(seconds, 0.0))

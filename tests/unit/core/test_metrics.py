@@ -77,6 +77,16 @@ def test_group_with_spread_is_not_zero_variance():
     assert summary(rewards=np.array([[1.0, 0.0], [0.5, 0.4]]))["group/zero_variance_share"] == 0.0
 
 
+def test_smaller_group_does_not_count_as_unscored():
+    values = summary(
+        groups=[group(3, [2, 4], ["stop", "length"]), group(5, [1], ["stop"])],
+        rewards=np.array([[1.0, NAN], [0.5, NAN]]),
+        advantages=np.array([[1.0, -1.0], [3.0, 0.0]]),
+    )
+    assert values["reward/none_share"] == pytest.approx(1 / 3)
+    assert values["advantage/mean"] == 1.0
+
+
 def test_name_outside_the_table_is_an_error_with_the_nearest():
     with pytest.raises(ValueError, match=r"'actor/gradnorm'.*actor/grad_norm"):
         summary(update={"actor/gradnorm": 1.0})
