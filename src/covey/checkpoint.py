@@ -34,7 +34,14 @@ class Loaded:
 
 
 def save(
-    root: Path, step: int, *, model: Any, tokenizer: Any, optimizer: dict[str, Any], state: dict[str, Any], keep_last: int
+    root: Path,
+    step: int,
+    *,
+    model: Any,
+    tokenizer: Any,
+    optimizer: dict[str, Any],
+    state: dict[str, Any],
+    keep_last: int,
 ) -> Path:
     """Write the checkpoint of `step` under `root`, then remove all but the last `keep_last`.
 
@@ -77,7 +84,9 @@ def load_latest(root: Path, model: Any) -> Loaded | None:
 def load(path: Path, model: Any) -> Loaded:
     """Load one checkpoint into `model`; ValueError that names it when it is not complete or does not read back."""
     if not (path / _MARKER).exists():
-        raise ValueError(f"checkpoint {path} is not complete (no file {_MARKER}): it was interrupted while being written")
+        raise ValueError(
+            f"checkpoint {path} is not complete (no file {_MARKER}): it was interrupted while being written"
+        )
     try:
         weights: dict[str, torch.Tensor] = {}
         for file in sorted(path.glob("*.safetensors")):

@@ -108,6 +108,19 @@ class Policy:
                 self.optimizer_steps += 1
         return StepStats(totals.metrics(algorithm))
 
+    def imitate(self, groups: list[Group], *, optimizer: _Optimizer, lr: float) -> dict[str, float]:
+        """One optimizer step on demonstrations (groups of one response): mean cross-entropy per response token."""
+        self.model.train()
+        num_tokens = sum(response_lengths(groups))
+        total = torch.zeros((), device=self.device)
+        for batch in self._pack(groups):
+            loss = -self.forward(batch)[0].sum() / num_tokens
+            loss.backward()
+            total += loss.detach()
+        norm = optimizer.step(lr)
+        self.optimizer_steps += 1
+        return {"sft/loss": float(total), "actor/grad_norm": norm, "actor/lr": lr}
+
     def _pack(self, groups: list[Group], only: list[int] | None = None) -> list[PackedBatch]:
         return pack(groups, max_tokens=self.limits.max_tokens_per_micro_batch, device=self.device, only=only)
 
@@ -204,7 +217,10 @@ class _Totals:
     def add_gap(self, gap: Tensor) -> None:
         size = gap.abs()
         self.add_tokens(
-            gap_tokens=torch.ones_like(gap), gap=size, gap_large=size > 0.1, gap_k3=torch.expm1(gap.clamp(-20, 20)) - gap
+            gap_tokens=torch.ones_like(gap),
+            gap=size,
+            gap_large=size > 0.1,
+            gap_k3=torch.expm1(gap.clamp(-20, 20)) - gap,
         )
         largest = size.max() if size.numel() else size.new_zeros(())
         self.gap_max = largest if self.gap_max is None else torch.maximum(self.gap_max, largest)

@@ -80,7 +80,9 @@ def facts(
             "path": config.model.path,
             "architecture": f"{model.config.model_type}, {parameters / 1e6:,.1f}M parameters, vocabulary {model.config.vocab_size:,}",
             "stop tokens": ", ".join(f"{token} ({i})" for i, token in stop_tokens.items()),
-            "reference": (config.model.ref_path or "starting weights") if algorithm.kl_coef else "not loaded (kl_coef 0)",
+            "reference": (config.model.ref_path or "starting weights")
+            if algorithm.kl_coef
+            else "not loaded (kl_coef 0)",
         },
         "Data": {
             "prompts": f"{num_prompts:,}{drops}",
@@ -94,7 +96,9 @@ def facts(
             f"({mini * rollout.num_samples} responses) = {per_step}; {train.steps * per_step} in all",
             "tokens": f"at most {num_responses * rollout.max_response_length:,} sampled; "
             f"at most {train.batch_size * longest:,} trained on, in micro-batches of {train.max_tokens_per_micro_batch:,}",
-            "old logprobs": "recomputed" if per_step > 1 else "not needed: one optimizer step per rollout, the ratio is 1",
+            "old logprobs": "recomputed"
+            if per_step > 1
+            else "not needed: one optimizer step per rollout, the ratio is 1",
         },
     }
 

@@ -9,6 +9,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from covey import device as devices
 from covey.config.schema import Config, ModelConfig, TrainConfig
 from covey.data.prompts import PromptSet, build_prompts, split_prompts
@@ -41,6 +43,7 @@ class Parts:
 
 def load_parts(model: ModelConfig, train: TrainConfig, *, kind: str, temperature: float) -> Parts:
     """Device, tokenizer and model, checked against each other; stop ids without those of templates."""
+    disable_progress_bar()  # transformers' own, for files that load in a moment
     device = devices.resolve(kind, model.dtype)
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
     network = load_model(

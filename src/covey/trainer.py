@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import yaml
 
 from covey import checkpoint, preflight
@@ -72,15 +73,14 @@ class Run:
         self.stop_token_ids = stop_ids(
             self.policy.model,
             self.parts.tokenizer,
-            extra=config.rollout.stop_token_ids,
-            stop_words=self.prompts.train.stop_words,
+            extra=[*config.rollout.stop_token_ids, *self.prompts.train.stop_token_ids],
         )
         preflight.check_lengths(config, self.policy.model.config)
         self.engine = make_engine(config, self.parts, self.stop_token_ids)
         self.ref = load_reference(config, self.parts) if config.algorithm.kl_coef else None
         self.optimizer = Optimizer(self.policy.model.parameters(), config.train)
         self.stream = PromptStream(
-            self.prompts.train.prompts,
+            self.prompts.train,
             batch_size=config.train.batch_size,
             seed=config.seed,
             shuffle=config.data.shuffle,
@@ -166,10 +166,11 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics; kept for the summary."""
         assert self.prompts.eval is not None
-        values, groups, scores = evaluate(self.engine, self.scorer, self.prompts.eval.prompts, self.config)
+        values, groups, scores = evaluate(self.engine, self.scorer, list(self.prompts.eval), self.config)
         self.evaluations[step] = values
         if self.config.logging.records:
-            write_records(self.output / "evaluations", step, groups, scores.total, scores.parts)
+            no_advantages = np.full(scores.total.shape, np.nan)
+            write_records(self.output / "evaluations", step, groups, scores.total, scores.parts, no_advantages)
         return values
 
     def save(self) -> None:
@@ -264,13 +265,14 @@ class Run:
             self.config,
             device=self.parts.device.describe(),
             model=self.policy.model,
-            num_prompts=len(self.prompts.train.prompts),
-            num_eval=len(self.prompts.eval.prompts) if self.prompts.eval else 0,
-            dropped=self.prompts.train.dropped,
+            num_prompts=len(self.prompts.train),
+            num_eval=len(self.prompts.eval) if self.prompts.eval else 0,
+            dropped=self.prompts.train.drops,
             stop_tokens={i: self.parts.tokenizer.convert_ids_to_tokens(i) for i in self.stop_token_ids},
         )
         (self.output / "run.json").write_text(
-            json.dumps({"source": loaded.source, "started_at_step": self.done, **facts}, indent=2) + "\n", encoding="utf-8"
+            json.dumps({"source": loaded.source, "started_at_step": self.done, **facts}, indent=2) + "\n",
+            encoding="utf-8",
         )
         if not self.quiet:
             preflight.print_facts(facts)

@@ -233,6 +233,10 @@ class SftConfig(Section):
     """Column with the demonstration, without the stop token."""
     prompt_type: str = "auto"
     """Prompt template, as data.prompt_type."""
+    max_prompt_length: PositiveInt = 1024
+    """Longest prompt in tokens; rows with a longer one are dropped and counted."""
+    max_response_length: PositiveInt = 1024
+    """Longest demonstration in tokens, stop token included; longer ones are dropped and counted."""
     epochs: PositiveInt | None = None
     """Passes over the rows; default: train.steps optimizer steps."""
 

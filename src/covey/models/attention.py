@@ -53,7 +53,9 @@ def attention_forward(
     What this attention cannot honour (sliding window, softcap, sinks, dropout) is refused when a model is loaded.
     """
     if plan is None:
-        raise ValueError("`covey` attention needs plan=...; for ordinary calls use model.set_attn_implementation('sdpa')")
+        raise ValueError(
+            "`covey` attention needs plan=...; for ordinary calls use model.set_attn_implementation('sdpa')"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(module.layer_idx, query[0], key[0], value[0], scale).unsqueeze(0), None
 
@@ -177,7 +179,9 @@ class _PackedAttention(torch.autograd.Function):
             else:
                 own_out, own_lse = out[rows], lse[rows]
                 merged = torch.logaddexp(own_lse, part_lse)
-                own_out = own_out * (own_lse - merged).exp()[..., None] + part_out * (part_lse - merged).exp()[..., None]
+                own_out = (
+                    own_out * (own_lse - merged).exp()[..., None] + part_out * (part_lse - merged).exp()[..., None]
+                )
                 out[rows], lse[rows] = own_out.to(out.dtype), merged
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.calls, ctx.scale = calls, scale
@@ -195,7 +199,9 @@ class _PackedAttention(torch.autograd.Function):
             qb, kb, vb = _gather(call, q, k, v)
             folded = qb.shape[1] != q.shape[1]
             groups = q.shape[1] // k.shape[1]
-            gb, ob, lb = (_take_queries(call, x, k.shape[1] if folded else None) for x in (grad_out, out, lse[..., None]))
+            gb, ob, lb = (
+                _take_queries(call, x, k.shape[1] if folded else None) for x in (grad_out, out, lse[..., None])
+            )
             if call.valid is not None:  # padded query rows must not reach the keys' gradients
                 gb = _zero_padding(call, gb, q.shape[1], k.shape[1] if folded else None)
             dq, dk, dv = kernels.backward(gb, qb, kb, vb, ob, lb[..., 0], call.causal, call.mask, ctx.scale)
@@ -263,26 +269,46 @@ class _Kernels:
     masks: bool  # takes an additive mask
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return flash(q, k, v, 0.0, causal, attn_mask=None if mask is None else mask.to(q.dtype), scale=scale)
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     mask = None if mask is None else mask.to(q.dtype)
     return flash(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
 
 
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _cuda_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     return flash(q, k, v, 0.0, causal, False, scale=scale)[:2]
 
 
 def _cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of a dropout that is off
@@ -301,14 +327,24 @@ def _probabilities(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scal
     return scores
 
 
-def _matmul_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _matmul_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     scores = _probabilities(q, k, causal, mask, scale)
     lse = torch.logsumexp(scores, -1)
     return torch.matmul(scores.sub_(lse[..., None]).exp_(), v.float()).to(q.dtype), lse
 
 
 def _matmul_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     probabilities = _probabilities(q, k, causal, mask, scale).sub_(lse[..., None]).exp_()
     grad, out = grad.float(), out.float()

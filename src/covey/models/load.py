@@ -48,7 +48,9 @@ def prepare_model(model: PreTrainedModel, path: str = "the model") -> None:
     _refuse_unsupported(model.config, path)
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
-        raise ValueError(f"model.path: {path}: its output head has a bias, which the chunked log-probabilities do not add")
+        raise ValueError(
+            f"model.path: {path}: its output head has a bias, which the chunked log-probabilities do not add"
+        )
     if model.config.model_type not in FAMILIES:
         _self_test(model, path)
     model.set_attn_implementation(ATTENTION)
@@ -66,10 +68,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         ) from error
 
 
-def stop_ids(model: Any, tokenizer: Any, *, extra: Iterable[int] = (), stop_words: Iterable[str] = ()) -> list[int]:
-    """Sorted ids that end a response: generation_config's eos, the tokenizer's eos, the template's stop words, `extra`.
+def stop_ids(model: Any, tokenizer: Any, *, extra: Iterable[int] = ()) -> list[int]:
+    """Sorted ids that end a response: generation_config's eos, the tokenizer's eos, and `extra` (template, settings).
 
-    ValueError when the set is empty, when an id is outside the vocabulary, or a stop word is not one token.
+    ValueError when the set is empty or an id is outside the vocabulary.
     """
     found: set[int] = set(extra)
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -77,11 +79,6 @@ def stop_ids(model: Any, tokenizer: Any, *, extra: Iterable[int] = (), stop_word
         found.update([configured] if isinstance(configured, int) else configured)
     if tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
-    for word in stop_words:
-        ids = tokenizer.encode(word, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(f"stop word {word!r} is {len(ids)} tokens for this tokenizer; it must be a single token")
-        found.add(ids[0])
     vocab_size = model.config.vocab_size
     outside = sorted(i for i in found if not 0 <= i < vocab_size)
     if outside:
@@ -153,7 +150,9 @@ def _refuse_unsupported(config: Any, path: str) -> None:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder model")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or getattr(config, "use_sliding_window", False):
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or getattr(
+        config, "use_sliding_window", False
+    ):
         reasons.append(f"its sliding window ({getattr(config, 'sliding_window', None)} tokens) is active")
     if getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None):
         reasons.append("it caps logits (softcapping)")
