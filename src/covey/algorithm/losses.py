@@ -2,9 +2,9 @@
 
 A loss takes the response tokens of one micro-batch as 1-D tensors (n,) in one order. Responses are never split over
 micro-batches, so a sequence-level ratio is a mean over the tokens with the same response_index. The result is not
-aggregated: see aggregation.py. KL and entropy terms are added by the caller: see kl.py and entropy.py.
+aggregated: see aggregation.py. The masks and terms around it: objective.py.
 
-With A the advantage and r the importance ratio, every loss has the gradient -A r grad(log p) while nothing is clipped.
+With A the advantage and r the importance ratio p / p_old; at r = 1 every loss has the gradient -A grad(log p).
 
 Bad numbers. A token whose logprob or old logprob is not finite gets loss 0, no gradient, ratio 1, and
 `TokenLoss.finite` False; it still counts in the denominators, which are fixed before the forward pass. A log-ratio
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from covey.algorithm.correction import response_sum
 from covey.algorithm.kl import MAX_LOG_RATIO
 
 
@@ -120,7 +121,7 @@ def rloo(
     gradient is REINFORCE's, -A grad(log p(response)). Source: arXiv:2402.14740 eq. 8, off-policy form as TRL's.
     """
     log_ratio, finite = _log_ratio(logprobs, old_logprobs)
-    total = _response_sum(log_ratio, response_index, num_responses)[response_index]
+    total = response_sum(log_ratio, response_index, num_responses)[response_index]
     return _clipped_surrogate(_bounded_exp(total), advantages, finite, options)
 
 
@@ -200,7 +201,7 @@ def vespo(
     log w is held within [log 1e-8, 20]. Source: VESPO, arXiv:2602.10693 sec. 3; constants and limits as TRL's.
     """
     log_ratio, finite = _log_ratio(logprobs, old_logprobs)
-    total = _response_sum(log_ratio.detach(), response_index, num_responses)[response_index]
+    total = response_sum(log_ratio.detach(), response_index, num_responses)[response_index]
     total = total.clamp(torch.log(torch.tensor(1e-8)).item(), MAX_LOG_RATIO)
     positive = advantages >= 0
     power = torch.where(positive, options.vespo_pos[0], options.vespo_neg[0])
@@ -246,12 +247,7 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _response_sum(values: Tensor, response_index: Tensor, num_responses: int) -> Tensor:
-    """(num_responses,) sum of the values (n,) of each response."""
-    return torch.zeros(num_responses, dtype=values.dtype, device=values.device).index_add(0, response_index, values)
-
-
 def _response_mean(values: Tensor, finite: Tensor, response_index: Tensor, num_responses: int) -> Tensor:
     """(n,) mean over the finite tokens of each token's response."""
-    count = _response_sum(finite.to(values.dtype), response_index, num_responses).clamp(min=1.0)
-    return (_response_sum(values, response_index, num_responses) / count)[response_index]
+    count = response_sum(finite.to(values.dtype), response_index, num_responses).clamp(min=1.0)
+    return (response_sum(values, response_index, num_responses) / count)[response_index]

@@ -6,27 +6,23 @@ clip 0.2 / 0.28 (cispo: weights up to 1.1), kl_coef 0.04 with the importance wei
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from covey.algorithm.aggregation import token_weights
-from covey.algorithm.kl import KL_ESTIMATORS
+from covey.algorithm.correction import high_entropy_tokens
 from covey.algorithm.losses import LOSSES, LossOptions
+from covey.algorithm.objective import Objective, Tokens, token_objective
 
 LENGTHS = [4, 3, 2]
 MAX_RESPONSE_LENGTH = 8
-KL_COEF = 0.04
 RESPONSE_INDEX = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
 PICKED = [0, 5, 7]  # response 0 token 0, response 1 token 1, response 2 token 0
 ADVANTAGES = torch.tensor([1.0, -0.5, -1.5])[RESPONSE_INDEX]
-
-
-def policy_logprobs() -> Tensor:
-    """(9,) logprobs of the policy, a fresh leaf."""
-    return torch.tensor([-1.0, -0.5, -2.0, -0.3, -0.8, -1.5, -0.2, -2.5, -0.1], requires_grad=True)
-
 
 OLD = torch.tensor([-1.2, -0.5, -1.5, -0.6, -0.9, -1.0, -0.25, -2.0, -0.4])
 REF = torch.tensor([-1.1, -0.7, -1.8, -0.5, -0.6, -1.4, -0.3, -2.4, -0.3])
@@ -62,7 +58,8 @@ OPTION_CASES = {
     "sequence mask 1.2": (-0.2216262, 0.1956549, -0.1222539, -0.0002696, -0.0002696),
     "token truncate 1.1": (0.1030742, 0.3049722, -0.1222539, -0.0002696, -0.0002696),
 }
-OPTIONS = LossOptions(clip_low=0.2, clip_high=0.28)
+CLIP = LossOptions(clip_low=0.2, clip_high=0.28)
+GRPO = Objective(loss=LOSSES["grpo"], options=CLIP, kl_coef=0.04, kl_importance_weighted=True)
 
 
 @pytest.mark.parametrize(("case", "expected"), LOSS_CASES.items())
@@ -70,39 +67,54 @@ def test_loss_and_gradient_equal_trl(case: tuple[str, bool, str], expected: tupl
     loss, sequence_ratio, aggregation = case
     low, high = (1.0, 0.1) if loss == "cispo" else (0.2, 0.28)
     options = LossOptions(clip_low=low, clip_high=high, sequence_ratio=sequence_ratio)
-    check(*golden_loss(loss, aggregation, options, kl_coef=KL_COEF), expected)
+    check(replace(GRPO, loss=LOSSES[loss], options=options), aggregation, expected)
 
 
 @pytest.mark.parametrize(
-    ("case", "options", "kl_coef", "kl_weighted"),
+    ("case", "objective"),
     [
-        ("no kl", OPTIONS, 0.0, True),
-        ("kl without importance weight", OPTIONS, KL_COEF, False),
-        ("dual clip 1.1", LossOptions(clip_low=0.2, clip_high=0.28, dual_clip=1.1), KL_COEF, True),
+        ("no kl", replace(GRPO, kl_coef=0.0)),
+        ("kl without importance weight", replace(GRPO, kl_importance_weighted=False)),
+        ("dual clip 1.1", replace(GRPO, options=replace(CLIP, dual_clip=1.1))),
+        ("off-policy mask 0.05", replace(GRPO, off_policy_max_kl=0.05)),
+        ("entropy bonus 0.1", replace(GRPO, entropy_coef=0.1)),
+        ("sequence mask 1.2", replace(GRPO, rollout_correction="sequence_mask", rollout_ratio_high=1.2)),
+        ("token truncate 1.1", replace(GRPO, rollout_correction="token_truncate", rollout_ratio_high=1.1)),
     ],
 )
-def test_options_equal_trl(case: str, options: LossOptions, kl_coef: float, kl_weighted: bool) -> None:
-    check(*golden_loss("grpo", "token_mean", options, kl_coef=kl_coef, kl_weighted=kl_weighted), OPTION_CASES[case])
+def test_options_equal_trl(case: str, objective: Objective) -> None:
+    check(objective, "token_mean", OPTION_CASES[case])
 
 
-def golden_loss(loss: str, aggregation: str, options: LossOptions, *, kl_coef: float, kl_weighted: bool = True):
-    """The golden batch's total loss and its gradient."""
-    logprobs = policy_logprobs()
-    token = LOSSES[loss](logprobs, OLD, ADVANTAGES, RESPONSE_INDEX, 3, options)
-    kl = KL_ESTIMATORS["k3"](logprobs, REF) * (token.ratio if kl_weighted else 1.0)
-    total = ((token.loss + kl_coef * kl) * weights(aggregation)).sum()
-    total.backward()
-    assert logprobs.grad is not None
-    return total.detach(), logprobs.grad
+def test_top_entropy_tokens_equal_trl() -> None:
+    keep = high_entropy_tokens(ENTROPY, share=0.5)
+    check(GRPO, "token_mean", OPTION_CASES["top half of the entropies"], keep=keep)
 
 
-def weights(aggregation: str) -> Tensor:
+def check(objective: Objective, aggregation: str, expected: tuple[float, ...], *, keep: Tensor | None = None) -> None:
     per_response = token_weights(
-        np.array(LENGTHS), np.ones(3, dtype=bool), aggregation, num_responses=3, max_response_length=8
+        np.array(LENGTHS),
+        np.ones(3, dtype=bool),
+        aggregation,
+        num_responses=3,
+        max_response_length=MAX_RESPONSE_LENGTH,
     )
-    return torch.tensor(per_response, dtype=torch.float32)[RESPONSE_INDEX]
-
-
-def check(total: Tensor, gradient: Tensor, expected: tuple[float, ...]) -> None:
+    logprobs = torch.tensor([-1.0, -0.5, -2.0, -0.3, -0.8, -1.5, -0.2, -2.5, -0.1], requires_grad=True)
+    tokens = Tokens(
+        logprobs=logprobs,
+        entropy=ENTROPY,
+        old_logprobs=OLD,
+        rollout_logprobs=SAMPLED,
+        ref_logprobs=REF,
+        advantages=ADVANTAGES,
+        response_index=RESPONSE_INDEX,
+        num_responses=3,
+        keep=keep,
+    )
+    weights = torch.tensor(per_response, dtype=torch.float32)[RESPONSE_INDEX]
+    total = (token_objective(tokens, objective).total * weights).sum()
+    total.backward()
+    gradient = logprobs.grad
+    assert gradient is not None
     got = [total.item(), gradient.norm().item(), *(gradient[i].item() for i in PICKED)]
     assert got == pytest.approx(list(expected), abs=1e-6)
