@@ -30,6 +30,7 @@ RewardFn = Callable[..., Any]  # (responses, rows, config) -> list[Score], or on
 
 REWARDS: dict[str, str] = {
     "math": "covey.rewards.math_answer:math_reward",
+    "answer": "covey.rewards.math_answer:answer_reward",
     "format": "covey.rewards.rules:format_reward",
 }
 

@@ -16,10 +16,10 @@ FINER, COARSER = Fraction(1, 1000), Fraction(1, 10000)  # relative to the refere
 _MAX_DIGITS = 400  # longer literals are compared as text: a power of ten is not worth a stall
 
 _NUMBER = re.compile(r"([-+]?)(\d+(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?")
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:,|\\,|\{,\})\d{3})+(?:\.\d+)?")
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\}| )\d{3})+(?:\.\d+)?")
 _FRACTION = re.compile(r"([-+]?)\s*(?:\\[dt]?frac\s*\{?([-+]?\d+)\}?\s*\{?(\d+)\}?|(\d+)\s*/\s*(\d+))")
 _WRAPPERS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
-_NOISE = re.compile(r"\\left|\\right|\\[,!;: ]|\\displaystyle|\\\$|[$°]|\^\{?\\circ\}?")
+_NOISE = re.compile(r"\\left|\\right|\\[,;: ]|\\displaystyle|\\\$|[$°€£¥]|\^\{?\\circ\}?")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def equal_numbers(answer: Number, reference: Number) -> bool:
 def clean(text: str) -> str:
     r"""Markup that does not change the value removed: `$`, `\left`, `\text{}`, spaces, a trailing full stop."""
     text = _WRAPPERS.sub(lambda m: m[1], text)
-    text = _NOISE.sub(" ", text)
+    text = _NOISE.sub(" ", text.replace("\\!", ""))
     return re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
 
 
@@ -80,7 +80,7 @@ def read_number(text: str) -> Number | None:
     if len(text) > _MAX_DIGITS:
         return None
     if _GROUPED.fullmatch(text):
-        text = re.sub(r",|\\,|\{,\}", "", text)
+        text = re.sub(r",|\{,\}| ", "", text)
     number = _NUMBER.fullmatch(text)
     if number:
         exponent = int(number[3] or 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed\s+(?=\S)")
+_JOINT = re.compile(r"(?:[\s,;$&]|\\quad|\\[()\[\] ]|\\text\s*\{\s*(?:and|or)\s*\}|and|or){1,20}")
 _ANSWER_BLOCK = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*(.+)")
 _ANSWER_LINE = re.compile(r"(?i)\banswer\s*(?:is|:)\s*:?\s*(.+)")
@@ -44,14 +45,25 @@ def extract_reference(text: object) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{...}`, with nested braces; None when there is none that closes."""
+    r"""Content of the last complete `\boxed{...}`, with nested braces; None when there is none that closes.
+
+    Boxes that only a comma, "and" or "or" separates are one answer: `\boxed{1} and \boxed{2}` is "1, 2".
+    """
+    answers: list[str] = []
+    begin_of_next = len(text)
     for match in reversed(list(_BOX.finditer(text))):
         if text[match.end()] != "{":
-            return re.split(r"[\s$]", text[match.end() :], maxsplit=1)[0]
-        end = _closing_brace(text, match.end())
-        if end is not None:
-            return text[match.end() + 1 : end].strip()
-    return None
+            content, end = re.split(r"[\s$]", text[match.end() :], maxsplit=1)[0], match.end()
+        else:
+            closing = _closing_brace(text, match.end())
+            if closing is None:
+                continue
+            content, end = text[match.end() + 1 : closing].strip(), closing + 1
+        if answers and not _JOINT.fullmatch(text, end, begin_of_next):
+            break
+        answers.insert(0, content)
+        begin_of_next = match.start()
+    return ", ".join(answers) if answers else None
 
 
 def _closing_brace(text: str, start: int) -> int | None:

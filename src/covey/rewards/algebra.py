@@ -1,0 +1,63 @@
+r"""Equality of final answers by computer algebra (the math-verify package): expressions, sets, intervals, matrices.
+
+The costly half of the comparison; equality.equal_answers decides the plain cases first. Nothing here limits time: a
+term such as 9^{9^{9}} keeps sympy busy for minutes inside one C call. The worker that runs the reward is killed then.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from covey.rewards.equality import clean, equal_answers
+
+_MAX_CHARACTERS = 1000  # longer "answers" are compared as text only
+_PROSE = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_][\w\s,.'-]*")  # words, not a product of one-letter symbols
+_FUNCTIONS = re.compile(r"\b(?:sqrt|sinh?|cosh?|tanh?|log|frac|infty|theta|alpha|beta|gamma)\b")
+
+
+def same_answer(answer: str, reference: str) -> bool:
+    """Whether two final answers (as extraction.extract_answer returns them) have the same value."""
+    decided = equal_answers(answer, reference)
+    if decided is not None:
+        return decided
+    ours, gold = clean(answer), clean(reference)
+    if ours.casefold().strip("().") == gold.casefold().strip("()."):
+        return True
+    if max(len(ours), len(gold)) > _MAX_CHARACTERS or _is_prose(ours) or _is_prose(gold):
+        return False
+    return _verify(gold=reference.strip(), answer=answer.strip())
+
+
+def _is_prose(text: str) -> bool:
+    return "\\" not in text and _PROSE.fullmatch(text) is not None and not _FUNCTIONS.search(text)
+
+
+def _verify(*, gold: str, answer: str) -> bool:
+    from math_verify import verify  # here, because importing sympy takes a second that plain answers need not pay
+
+    parsed_gold, parsed_answer = _parse(gold), _parse(answer)
+    if not parsed_gold or not parsed_answer:
+        return False
+    return bool(verify(list(parsed_gold), list(parsed_answer), float_rounding=4, timeout_seconds=None))
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> tuple[Any, ...]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    _quiet()
+    inner = text.strip("$").strip()
+    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    return tuple(parse(f"\\boxed{{{inner}}}", targets, parsing_timeout=0)) or tuple(
+        parse(inner, targets, parsing_timeout=0)
+    )
+
+
+@lru_cache(maxsize=1)
+def _quiet() -> None:
+    """math-verify warns that its own time limit is off; ours replaces it."""
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
