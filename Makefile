@@ -35,7 +35,7 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 
 docs: .venv/.installed
-	$(BIN)/covey config reference > docs/config.md
+	$(BIN)/covey config reference --markdown > docs/config.md
 	$(BIN)/python -m covey.metrics > docs/metrics.md
 
 clean:
