@@ -1,7 +1,7 @@
 """AdamW with fp32 master weights, and the learning rate as a function of the optimizer step.
 
-Decoupled weight decay (arXiv:1711.05101) applies to matrices only. 16-bit weights are updated through fp32 copies: a step
-of lr 1e-6 is below the spacing of bfloat16 numbers and would otherwise be lost.
+Decoupled weight decay (arXiv:1711.05101) applies to matrices only. 16-bit weights are updated through fp32 copies: a
+step of lr 1e-6 is below the spacing of bfloat16 numbers and would otherwise be lost.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def check_lengths(config: Config, model: Any) -> None:
     if limit is not None and longest > limit:
         raise ValueError(
             f"data.max_prompt_length={config.data.max_prompt_length} + rollout.max_response_length="
-            f"{config.rollout.max_response_length} = {longest} tokens, but the model has positions for {limit}: lower one of them"
+            f"{config.rollout.max_response_length} = {longest} tokens, but the model has positions for {limit}: "
+            "lower one of them"
         )
 
 
@@ -78,7 +79,8 @@ def facts(
         "Device": device | {"engine": rollout.engine},
         "Model": {
             "path": config.model.path,
-            "architecture": f"{model.config.model_type}, {parameters / 1e6:,.1f}M parameters, vocabulary {model.config.vocab_size:,}",
+            "architecture": f"{model.config.model_type}, {parameters / 1e6:,.1f}M parameters, "
+            f"vocabulary {model.config.vocab_size:,}",
             "stop tokens": ", ".join(f"{token} ({i})" for i, token in stop_tokens.items()),
             "reference": (config.model.ref_path or "starting weights")
             if algorithm.kl_coef
@@ -95,7 +97,8 @@ def facts(
             "optimizer steps": f"{algorithm.epochs} epochs x {train.batch_size // mini} mini-batches of {mini} prompts "
             f"({mini * rollout.num_samples} responses) = {per_step}; {train.steps * per_step} in all",
             "tokens": f"at most {num_responses * rollout.max_response_length:,} sampled; "
-            f"at most {train.batch_size * longest:,} trained on, in micro-batches of {train.max_tokens_per_micro_batch:,}",
+            f"at most {train.batch_size * longest:,} trained on, "
+            f"in micro-batches of {train.max_tokens_per_micro_batch:,}",
             "old logprobs": "recomputed"
             if per_step > 1
             else "not needed: one optimizer step per rollout, the ratio is 1",

@@ -1,7 +1,7 @@
 """Cold start: supervised fine-tuning on demonstrations, so that sampling finds some reward to begin with.
 
-The same packing, log-probabilities and optimizer as in training; a demonstration is a group of one response. The loss is
-the mean cross-entropy per response token, the stop token included. Left out: resuming (a cold start is short).
+The same packing, log-probabilities and optimizer as in training; a demonstration is a group of one response. The loss
+is the mean cross-entropy per response token, the stop token included. Left out: resuming (a cold start is short).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from covey import preflight
 from covey.config.load import LoadedConfig
@@ -84,7 +86,7 @@ def _demonstrations(config: SftRunConfig, parts: Parts) -> PromptSet:
         raise ValueError(
             f"{source}: no demonstration has 1 to {sft.max_response_length - 1} tokens; raise max_response_length"
         )
-    kept = prompts.select(fits)
+    kept = prompts.select(np.array(fits))
     if len(fits) < len(prompts):
         kept.drops["response_length"] = len(prompts) - len(fits)
     return kept

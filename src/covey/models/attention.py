@@ -16,7 +16,6 @@ Kernels: torch's flash kernels on cpu and (16-bit) cuda; plain matrix products e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from covey.models.kernels import kernels_for
 from covey.types import Segment
 
 ATTENTION = "covey"
@@ -130,7 +130,7 @@ def _cross_calls(shared: list[tuple[tuple[int, int], list[int]]], device: torch.
     calls = []
     for bucket in _buckets(list(by_span)):
         lengths = [end - start for start, end in bucket]
-        if len(set(lengths)) > 1 and not _kernels(device).masks:
+        if len(set(lengths)) > 1 and not kernels_for(device).masks:
             batches = [[span for span in bucket if span[1] - span[0] == n] for n in sorted(set(lengths))]
         else:
             batches = [bucket]
@@ -167,7 +167,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: list[_Call], scale: float) -> Tensor:
         q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        kernels = _kernels(q.device, q.dtype)
+        kernels = kernels_for(q.device, q.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for call in calls:
@@ -191,7 +191,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         grad_out = grads[0].contiguous()
-        kernels = _kernels(q.device, q.dtype)
+        kernels = kernels_for(q.device, q.dtype)
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         grad_k = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
         grad_v = torch.zeros_like(grad_k)
@@ -258,111 +258,3 @@ def _zero_padding(call: _Call, grad: Tensor, num_heads: int, fold_heads: int | N
     if fold_heads is None:
         return grad * real
     return grad * real.repeat(1, 1, num_heads // fold_heads, 1)
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    """forward(q, k, v, causal, mask, scale) -> (out, lse); backward(grad, q, k, v, out, lse, causal, mask, scale)."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    masks: bool  # takes an additive mask
-
-
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(q, k, v, 0.0, causal, attn_mask=None if mask is None else mask.to(q.dtype), scale=scale)
-
-
-def _cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    mask = None if mask is None else mask.to(q.dtype)
-    return flash(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
-
-
-def _cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    return flash(q, k, v, 0.0, causal, False, scale=scale)[:2]
-
-
-def _cuda_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of a dropout that is off
-    lengths = q.shape[2], k.shape[2]
-    return flash(grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused[0], scale=scale)
-
-
-def _probabilities(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
-    """Scaled and masked scores (n, heads, L, S) in fp32."""
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
-    if mask is not None:
-        scores += mask
-    if causal:
-        above = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(above, float("-inf"))
-    return scores
-
-
-def _matmul_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    scores = _probabilities(q, k, causal, mask, scale)
-    lse = torch.logsumexp(scores, -1)
-    return torch.matmul(scores.sub_(lse[..., None]).exp_(), v.float()).to(q.dtype), lse
-
-
-def _matmul_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    probabilities = _probabilities(q, k, causal, mask, scale).sub_(lse[..., None]).exp_()
-    grad, out = grad.float(), out.float()
-    grad_v = torch.matmul(probabilities.transpose(-1, -2), grad)
-    grad_scores = torch.matmul(grad, v.float().transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True))
-    grad_scores.mul_(probabilities).mul_(scale)
-    return torch.matmul(grad_scores, k.float()), torch.matmul(grad_scores.transpose(-1, -2), q.float()), grad_v
-
-
-_CPU = _Kernels(_cpu_forward, _cpu_backward, masks=True)
-_CUDA_16_BIT = _Kernels(_cuda_forward, _cuda_backward, masks=False)
-_MATMUL = _Kernels(_matmul_forward, _matmul_backward, masks=True)
-
-
-def _kernels(device: torch.device, dtype: torch.dtype | None = None) -> _Kernels:
-    """The kernels of a device; without a dtype, those with the fewest abilities that it may use."""
-    if device.type == "cpu":
-        return _CPU
-    if device.type == "cuda" and dtype in (None, torch.float16, torch.bfloat16):
-        return _CUDA_16_BIT
-    return _MATMUL

@@ -28,12 +28,12 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 def load_model(
     path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The causal language model at `path`, on the device, attending through `covey`; ValueError with the reason if not."""
+    """The causal language model at `path`, on the device, attending through `covey`; ValueError says why not."""
     _require_checkpoint(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _refuse_unsupported(config, path)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
         )
     except (OSError, KeyError) as error:
@@ -105,13 +105,13 @@ def check_vocabulary(model: Any, tokenizer: Any) -> None:
         )
 
 
-def head_weight(model: PreTrainedModel) -> Tensor:
+def head_weight(model: Any) -> Tensor:
     """The output head's weight, (V, D)."""
     return model.get_output_embeddings().weight
 
 
 def export_model(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
-    """Write weights (safetensors), config and tokenizer as `transformers` reads them; replaces `directory` in one move."""
+    """Write weights (safetensors), config and tokenizer as `transformers` reads them, in place of `directory`."""
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
@@ -127,8 +127,8 @@ def _require_checkpoint(path: str) -> None:
     if local.is_dir():
         if (local / "latest_checkpointed_iteration.txt").exists():
             raise ValueError(
-                f"model.path: {path!r} is a Megatron-core checkpoint; point model.path at the Hugging Face directory it was "
-                "made from (config.json and *.safetensors), Covey needs no conversion"
+                f"model.path: {path!r} is a Megatron-core checkpoint; point model.path at the Hugging Face directory it "
+                "was made from (config.json and *.safetensors), Covey needs no conversion"
             )
         if not any((local / name).exists() for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
             raise ValueError(f"model.path: directory {path!r} has no config.json: it is not a Hugging Face checkpoint")
@@ -184,6 +184,6 @@ def _self_test(model: PreTrainedModel, path: str, tolerance: float = 1e-2) -> No
     actual = (hidden[rows] @ head_weight(model).t()).float()
     if actual.shape != expected.shape or not (actual - expected).abs().max() <= tolerance * expected.abs().max():
         raise ValueError(
-            f"model.path: {path}: architecture {json.dumps(model.config.model_type)} gives other logits when packed than "
-            "by itself, so it is not trained (known to work: " + ", ".join(FAMILIES) + ")"
+            f"model.path: {path}: architecture {json.dumps(model.config.model_type)} gives other logits when packed "
+            "than by itself, so it is not trained (known to work: " + ", ".join(FAMILIES) + ")"
         )

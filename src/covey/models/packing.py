@@ -1,9 +1,9 @@
 """Groups to packed rows of tokens: each prompt once, then its responses, no padding.
 
-Layout (numerics.md, "Packed batch with a shared prompt"; a worked example stands in `PackedBatch`):
-`input_ids = prompt ++ r1[:-1] ++ r2[:-1] ++ ...`; positions restart at the prompt's length for every response; the first
-token of every response is predicted by the prompt's last row. A group larger than the token budget is split into several
-rows that repeat the prompt, which changes memory and speed but not the numbers.
+Layout (a worked example stands in `PackedBatch`): `input_ids = prompt ++ r1[:-1] ++ r2[:-1] ++ ...`; positions restart
+at the prompt's length for every response; the first token of every response is predicted by the prompt's last row. A
+group larger than the token budget is split into several rows that repeat the prompt, which changes memory and speed
+but not the numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pack(
     """Micro-batches of at most `max_tokens` packed tokens that together hold every response once.
 
     A response whose prompt and tokens alone exceed the budget still gets a micro-batch of its own. Responses without
-    tokens are left out. `only`: indices of the groups to pack (a mini-batch); token_index always counts over all groups.
+    tokens are left out. `only`: the groups to pack (a mini-batch); token_index always counts over all groups.
     share_prompts=False repeats the prompt for every response: the plain layout, for comparisons.
     """
     chosen = range(len(groups)) if only is None else only
