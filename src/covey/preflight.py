@@ -25,15 +25,15 @@ def check_output_dir(output: Path, resume: bool | str | None) -> None:
         )
 
 
-def check_lengths(config: Config, model: Any) -> None:
-    """ValueError when prompt and response together exceed what the model's positions allow."""
+def check_lengths(longest_prompt: int, config: Config, model: Any) -> None:
+    """ValueError when the longest prompt and a response together exceed the positions of the model (its config)."""
     limit = getattr(model, "max_position_embeddings", None)
-    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    longest = longest_prompt + config.rollout.max_response_length
     if limit is not None and longest > limit:
         raise ValueError(
-            f"data.max_prompt_length={config.data.max_prompt_length} + rollout.max_response_length="
+            f"the longest prompt ({longest_prompt} tokens) + rollout.max_response_length="
             f"{config.rollout.max_response_length} = {longest} tokens, but the model has positions for {limit}: "
-            "lower one of them"
+            "lower data.max_prompt_length or rollout.max_response_length"
         )
 
 

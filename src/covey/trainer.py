@@ -75,7 +75,7 @@ class Run:
             self.parts.tokenizer,
             extra=[*config.rollout.stop_token_ids, *self.prompts.train.stop_token_ids],
         )
-        preflight.check_lengths(config, self.policy.model.config)
+        preflight.check_lengths(int(self.prompts.train.lengths.max()), config, self.policy.model.config)
         self.engine = make_engine(config, self.parts, self.stop_token_ids)
         self.ref = load_reference(config, self.parts) if config.algorithm.kl_coef else None
         self.optimizer = Optimizer(self.policy.model.parameters(), config.train)
