@@ -94,17 +94,17 @@ def _items_of_list(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[pa.Table]:
+    read = csv.ReadOptions(use_threads=False)  # one thread: errors tell the row
     parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     with _open(path) as file:
         if not file.read(1):
             return
     with _open(path) as file:
-        names = csv.open_csv(file, parse_options=parse).schema.names
+        names = csv.open_csv(file, read_options=read, parse_options=parse).schema.names
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{path}:1: columns named twice: {', '.join(twice)}. Give every column its own name")
     convert = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-    read = csv.ReadOptions(use_threads=False)
     with _open(path) as file:
         for batch in csv.open_csv(file, read_options=read, parse_options=parse, convert_options=convert):
             yield pa.Table.from_batches([batch])
