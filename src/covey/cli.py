@@ -46,7 +46,9 @@ def main() -> None:
     logging.getLogger("covey").setLevel(logging.INFO)
     try:
         app()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if str(stop):
+            typer.echo(str(stop), err=True)
         sys.exit(130)
     except (ValueError, OSError) as error:
         if os.environ.get("COVEY_DEBUG") == "1":
@@ -97,7 +99,7 @@ def train(
     loaded, checkpoint = _load(file, overrides, "train"), _resume(resume, resume_from)
     from covey import trainer as tool
 
-    _report(tool.train(loaded, resume=checkpoint, json=as_json), as_json)
+    _report(tool.train(loaded, resume=checkpoint, quiet=as_json), as_json)
 
 
 @app.command()
@@ -136,6 +138,8 @@ def evaluate(
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)],
     step: Annotated[int | None, typer.Option("--step", help="Step to show; default: the last recorded.")] = None,
+    prompt: Annotated[int | None, typer.Option("--prompt", help="Only this prompt of the step, with whole texts.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Prompts to show; 0: all.")] = 4,
     as_json: Json = False,
 ) -> None:
     """Show what a step sampled: each prompt with its responses, rewards and advantages side by side.
@@ -144,7 +148,7 @@ def show(
     """
     from covey.tools import show as tool
 
-    tool.show(run, step, json=as_json)
+    tool.show(run, step, json=as_json, prompt=prompt, limit=limit)
 
 
 @config_app.command("show")
@@ -189,7 +193,7 @@ def _load(file: Path, overrides: list[str] | None, kind: str | None) -> LoadedCo
 def _resume(last: bool, directory: Path | None) -> bool | str | None:
     if directory is not None and not directory.is_dir():
         raise ValueError(f"--resume-from {directory}: no such directory")
-    return str(directory) if directory is not None else last
+    return str(directory) if directory is not None else (last or None)
 
 
 def _report(summary: dict[str, Any], as_json: bool) -> None:

@@ -120,12 +120,18 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 def section_at(schema: type[Section], path: KeyPath) -> type[Section] | None:
     """The Section that a value at `path` belongs to; None when a plain value or an unknown key stands there."""
-    current: type[Section] | None = schema
+    annotation: Any = schema
     for part in path:
-        if isinstance(part, str):
-            info = current.model_fields.get(part) if current is not None else None
-            current = section_of(info.annotation) if info is not None else None
-    return current
+        options = list(alternatives(annotation))
+        section = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+        container = next((o for o in options if get_origin(o) in (dict, list)), None)
+        if section is not None and part in section.model_fields:
+            annotation = section.model_fields[str(part)].annotation
+        elif container is not None and (get_origin(container) is list) == isinstance(part, int):
+            annotation = get_args(container)[-1]
+        else:
+            return None
+    return section_of(annotation)
 
 
 def expects_at(schema: type[Section], path: KeyPath) -> str:

@@ -77,8 +77,7 @@ def validate_tree(
         config = schema.model_validate(data)
     except ValidationError as error:
         problems += _field_problems(error, schema, tree, data, bad)
-    rules = _rule_problems(schema, data, (), tree, bad)
-    problems += rules
+    problems += _rule_problems(schema, data, tree, bad)
     for key, names in (choices or {}).items():
         problems += _unknown_name(key, list(names), data, tree)
     if problems or config is None:
@@ -109,6 +108,9 @@ class _Fit:
         if isinstance(value, list):
             item = next((get_args(o)[0] for o in options if get_origin(o) in (list, tuple)), Any)
             return [self.value(item, entry, (*path, index)) for index, entry in enumerate(value)]
+        if isinstance(value, dict):
+            item = next((get_args(o)[1] for o in options if get_origin(o) is dict), Any)
+            return {name: self.value(item, entry, (*path, name)) for name, entry in value.items()}
         if str in options or any(get_origin(o) is Literal for o in options):
             scalar = isinstance(value, (bool, int, float)) and not {bool, int, float} & set(options)
             return self.tree.texts.get(path, value) if scalar else value
@@ -194,33 +196,38 @@ def _unknown_name(key: str, names: list[str], data: dict[str, Any], tree: Tree) 
     return [Problem(tree.place(path), key, shown(value), reason)]
 
 
-def _rule_problems(schema: type[Section], data: Any, path: KeyPath, tree: Tree, bad: set[KeyPath]) -> list[Problem]:
+def _rule_problems(schema: type[Section], data: Any, tree: Tree, bad: set[KeyPath]) -> list[Problem]:
     """Rules over several keys, each run by itself; one that names a key already reported is left out."""
-    if not isinstance(data, dict):
-        return []
     problems: list[Problem] = []
-    for name, info in schema.model_fields.items():
-        section, value = section_of(info.annotation), data.get(name, {})
-        if section is not None:
-            entries = [((*path, name), value)]
-            if isinstance(value, list):
-                entries = [((*path, name, index), entry) for index, entry in enumerate(value)]
-            for below, entry in entries:
-                problems += _rule_problems(section, entry, below, tree, bad)
-    model = _unchecked(schema, data)
-    for rule in schema.__pydantic_decorators__.model_validators.values():
-        if rule.info.mode != "after":
+    for path, value in _maps(data, ()):
+        section = section_at(schema, path)
+        if section is None:
             continue
-        try:
-            rule.func(model)
-        except ValueError as error:
-            problem = _rule_problem(str(error), path, tree, bad)
-            problems += [] if problem is None else [problem]
-        except (AttributeError, TypeError):
-            if not bad:
-                raise
-            # A missing or wrong value, reported already, keeps this rule from being judged.
+        model = _unchecked(section, value)
+        for rule in section.__pydantic_decorators__.model_validators.values():
+            if rule.info.mode != "after":
+                continue
+            try:
+                rule.func(model)
+            except ValueError as error:
+                problem = _rule_problem(str(error), path, tree, bad)
+                problems += [] if problem is None else [problem]
+            except (AttributeError, TypeError):
+                if not bad:
+                    raise
+                # A missing or wrong value, reported already, keeps this rule from being judged.
     return problems
+
+
+def _maps(data: Any, path: KeyPath) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+    """Every map in the data, inner ones first."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield from _maps(value, (*path, name))
+        yield path, data
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from _maps(value, (*path, index))
 
 
 def _rule_problem(message: str, path: KeyPath, tree: Tree, bad: set[KeyPath]) -> Problem | None:
@@ -255,7 +262,9 @@ def _origins(config: Section, path: KeyPath, tree: Tree) -> Iterator[tuple[str, 
             for index, entry in enumerate(value):
                 yield from _origins(entry, (*below, index), tree)
         else:
-            yield dotted(below), tree.places.get(below, "default")
+            bare = path in tree.places and not isinstance(_get(tree.data, path), dict)  # `- math` for {name: math}
+            place = tree.places[path] if bare and name == next(iter(type(config).model_fields)) else "default"
+            yield dotted(below), tree.places.get(below, place)
 
 
 def _existing(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> KeyPath:

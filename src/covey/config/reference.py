@@ -135,4 +135,4 @@ def _scalar(value: Any) -> str:
         plain = yaml.safe_dump(value, allow_unicode=True, width=10**6).split("\n")[0]
         if parse_tree(plain, "").data == value:
             return plain
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=lambda item: item.model_dump(mode="json"))  # sections in a map

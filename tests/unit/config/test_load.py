@@ -146,7 +146,7 @@ def test_values_are_read_as_their_field_wants(tmp_path: Path, key: str, value: s
         ("data.shuffle", "maybe"),
         ("data.train", "{a: 1}"),
         ("reward.functions", "math"),
-        ("reward.functions", "[math]"),
+        ("reward.functions", "[5]"),
         ("model", "5"),
         ("algorithm.entropy_coef", ".nan"),
     ],
@@ -158,6 +158,20 @@ def test_values_that_are_no_such_thing_are_refused(tmp_path: Path, key: str, val
     assert place == "--set"
     assert reported.startswith(key)
     assert reason.startswith("needs ")
+
+
+def test_rules_and_keys_inside_lists_and_maps_of_sections_have_their_places(tmp_path: Path) -> None:
+    text = MINIMAL.replace(
+        "functions: [{name: math}]",
+        "tasks:\n    math:\n      - {name: math, range: [1, 0]}\n    code:\n      - {nam: math}\n  functions: [math]",
+    )
+    problems = _problems(tmp_path, text)
+    assert problems["reward.tasks.math[0].range"][0] == "8"
+    assert problems["reward.tasks.code[0].nam"] == ("10", "unknown key; nearest known: reward.tasks.code[0].name")
+    assert problems["reward.tasks.code[0].name"][0] == "10"
+    loaded = load_config(_write(tmp_path, text.replace("range: [1, 0]", "weight: 2").replace("{nam: math}", "math")))
+    assert loaded.config.reward.tasks["math"][0].weight == 2
+    assert loaded.origins["reward.functions[0].name"].endswith(":11")
 
 
 def test_an_override_can_repair_a_value_of_the_file(tmp_path: Path) -> None:
