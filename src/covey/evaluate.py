@@ -7,13 +7,17 @@ pass@k is the unbiased estimate 1 - C(n - c, k) / C(n, k) over n samples of whic
 from __future__ import annotations
 
 import math
+import sys
 import time
+from contextlib import closing
 
 import numpy as np
 
+from covey.config.load import LoadedConfig
 from covey.config.schema import Config
 from covey.rewards.runner import Scorer, Scores
 from covey.rollout.engine import RolloutEngine, Sampling
+from covey.setup import load_parts, load_prompts, make_engine
 from covey.types import Group, Prompt
 
 
@@ -43,6 +47,24 @@ def evaluate(
     values = summarize_evaluation(groups, scores, threshold=settings.pass_threshold, pass_on=settings.pass_on)
     values["timing/eval"] = time.perf_counter() - start
     return values, groups, scores
+
+
+def run(loaded: LoadedConfig[Config], *, model: str | None = None) -> dict[str, float]:
+    """Evaluate `model` (default: the configuration's) on the configuration's held-out rows; prints one line."""
+    config = loaded.config
+    if model is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    with closing(Scorer(config.reward, max_response_length=config.rollout.max_response_length)) as scorer:
+        parts = load_parts(config.model, config.train, kind=config.device, temperature=config.rollout.temperature)
+        prompts = load_prompts(config, parts.tokenizer)
+        if prompts.eval is None:
+            raise ValueError(
+                f"{loaded.source}: no held-out rows to evaluate on; set data.eval, or data.eval_rows above 0"
+            )
+        engine = make_engine(config, parts, prompts)
+        values, _, _ = evaluate(engine, scorer, list(prompts.eval), config)
+    sys.stderr.write("  ".join(f"{name} {value:.4g}" for name, value in values.items()) + "\n")
+    return values
 
 
 def summarize_evaluation(

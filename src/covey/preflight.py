@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ def check_output_dir(output: Path, resume: bool | str | None) -> None:
         raise ValueError(
             f"output_dir: {output} already holds a run; go on with it by --resume, or choose another output_dir"
         )
+
+
+def check_name(key: str, name: str, known: Iterable[str]) -> None:
+    """ValueError with the nearest and all known names when a registry has no `name`."""
+    names = sorted(known)
+    if name not in names:
+        near = get_close_matches(name, names, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ";"
+        raise ValueError(f"{key}: {name!r} is unknown{hint} known: {', '.join(names)}")
 
 
 def check_lengths(longest_prompt: int, config: Config, model: Any) -> None:

@@ -38,11 +38,10 @@ class Parts:
     device: devices.Device
     tokenizer: Any
     policy: Policy
-    stop_token_ids: list[int]
 
 
 def load_parts(model: ModelConfig, train: TrainConfig, *, kind: str, temperature: float) -> Parts:
-    """Device, tokenizer and model, checked against each other; stop ids without those of templates."""
+    """Device, tokenizer and model, checked against each other."""
     disable_progress_bar()  # transformers' own, for files that load in a moment
     device = devices.resolve(kind, model.dtype)
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
@@ -54,7 +53,7 @@ def load_parts(model: ModelConfig, train: TrainConfig, *, kind: str, temperature
         network.gradient_checkpointing_enable({"use_reentrant": False})
     limits = ForwardLimits(train.max_tokens_per_micro_batch, train.logits_chunk_bytes)
     policy = Policy(network, device=device.torch_device, temperature=temperature, limits=limits)
-    return Parts(device, tokenizer, policy, stop_ids(network, tokenizer))
+    return Parts(device, tokenizer, policy)
 
 
 def load_reference(config: Config, parts: Parts) -> Policy:
@@ -89,19 +88,26 @@ def load_prompts(config: Config, tokenizer: Any) -> Prompts:
     return Prompts(train, held_out)
 
 
-def make_engine(config: Config, parts: Parts, stop_token_ids: list[int]) -> RolloutEngine:
+def stop_token_ids(config: Config, parts: Parts, prompts: Prompts) -> list[int]:
+    """Ids that end a response: the model's, the tokenizer's, the template's, the settings'."""
+    extra = [*config.rollout.stop_token_ids, *prompts.train.stop_token_ids]
+    return stop_ids(parts.policy.model, parts.tokenizer, extra=extra)
+
+
+def make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine:
     """The rollout engine that `rollout.engine` names."""
+    stops = stop_token_ids(config, parts, prompts)
     if config.rollout.engine == "vllm":
         from covey.rollout.vllm import VllmEngine
 
-        return VllmEngine(parts.policy.model, parts.tokenizer, stop_token_ids=stop_token_ids)
+        return VllmEngine(parts.policy.model, parts.tokenizer, stop_token_ids=stops)
 
     def decode(ids: list[int]) -> str:
         return parts.tokenizer.decode(ids, skip_special_tokens=True)
 
     return NativeEngine(
         parts.policy.model,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=stops,
         decode=decode,
         max_num_seqs=config.rollout.max_num_seqs,
         kv_cache_bytes=config.rollout.kv_cache_bytes,

@@ -21,18 +21,19 @@ import yaml
 
 from covey import checkpoint, preflight
 from covey.algorithm.advantages import ADVANTAGES
+from covey.algorithm.losses import LOSSES
 from covey.config.load import LoadedConfig
 from covey.config.schema import Config
 from covey.data.dataset import PromptStream
 from covey.evaluate import evaluate
 from covey.loggers import Logger, open_loggers
 from covey.metrics import summarize
-from covey.models.load import export_model, stop_ids
+from covey.models.load import export_model
 from covey.optim import Optimizer, learning_rate
 from covey.rewards.runner import Scorer
 from covey.rollout.engine import Sampling
 from covey.rollout.records import write_records
-from covey.setup import Parts, Prompts, load_parts, load_prompts, load_reference, make_engine
+from covey.setup import Parts, Prompts, load_parts, load_prompts, load_reference, make_engine, stop_token_ids
 from covey.types import StepBatch
 
 log = logging.getLogger(__name__)
@@ -64,19 +65,16 @@ class Run:
         self.output = Path(config.output_dir)
         self._start = time.perf_counter()
         preflight.check_output_dir(self.output, resume)
+        preflight.check_name("algorithm.loss", config.algorithm.loss, LOSSES)
+        preflight.check_name("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
         self.scorer = Scorer(config.reward, max_response_length=config.rollout.max_response_length)
         self.parts: Parts = load_parts(
             config.model, config.train, kind=config.device, temperature=config.rollout.temperature
         )
         self.policy = self.parts.policy
         self.prompts: Prompts = load_prompts(config, self.parts.tokenizer)
-        self.stop_token_ids = stop_ids(
-            self.policy.model,
-            self.parts.tokenizer,
-            extra=[*config.rollout.stop_token_ids, *self.prompts.train.stop_token_ids],
-        )
         preflight.check_lengths(int(self.prompts.train.lengths.max()), config, self.policy.model.config)
-        self.engine = make_engine(config, self.parts, self.stop_token_ids)
+        self.engine = make_engine(config, self.parts, self.prompts)
         self.ref = load_reference(config, self.parts) if config.algorithm.kl_coef else None
         self.optimizer = Optimizer(self.policy.model.parameters(), config.train)
         self.stream = PromptStream(
@@ -260,6 +258,7 @@ class Run:
     def _describe(self, loaded: LoadedConfig[Config]) -> None:
         """Write config.yaml and run.json, and print the start-up tables."""
         config = self.config.model_dump(mode="json")
+        stops = stop_token_ids(self.config, self.parts, self.prompts)
         (self.output / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         facts = preflight.facts(
             self.config,
@@ -268,7 +267,7 @@ class Run:
             num_prompts=len(self.prompts.train),
             num_eval=len(self.prompts.eval) if self.prompts.eval else 0,
             dropped=self.prompts.train.drops,
-            stop_tokens={i: self.parts.tokenizer.convert_ids_to_tokens(i) for i in self.stop_token_ids},
+            stop_tokens={i: self.parts.tokenizer.convert_ids_to_tokens(i) for i in stops},
         )
         (self.output / "run.json").write_text(
             json.dumps({"source": loaded.source, "started_at_step": self.done, **facts}, indent=2) + "\n",
