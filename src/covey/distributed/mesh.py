@@ -1,0 +1,173 @@
+"""Where this process stands: ranks and groups of data, context and tensor parallelism.
+
+Ranks are numbered `((replicate * dp_shard + shard) * cp + context) * tp + tensor`: tensor-parallel ranks are
+neighbours, because they exchange the most. What the axes mean:
+
+- dp_replicate, dp_shard: different micro-batches; weights and optimizer are cut over dp_shard (and cp) and repeated
+  over dp_replicate;
+- cp: one micro-batch's tokens are cut over these ranks;
+- tp: one layer's matrices are cut over these ranks.
+
+A process without torchrun is a mesh of one, on which every collective of this package does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+ProcessGroup = Any  # torch.distributed.ProcessGroup; None: a group of one
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees, this process's place, and its groups.
+
+    Example: world 8 as dp_shard 2, cp 2, tp 2; rank 5 has dp_rank 1, cp_rank 0, tp_rank 1, data_rank 2.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    rank: int = 0
+    world_group: ProcessGroup = None
+    dp_group: ProcessGroup = None  # same cp and tp rank
+    cp_group: ProcessGroup = None
+    tp_group: ProcessGroup = None
+    fsdp_group: ProcessGroup = None  # the ranks that hold the pieces of one copy of the weights: dp_shard x cp
+    device_mesh: Any = None  # DeviceMesh (dp_replicate, fsdp, tp)
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks with different micro-batches."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // (self.cp * self.tp)
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank // self.tp % self.cp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the prompts this rank samples; the ranks of a tensor-parallel group share one."""
+        return self.rank // self.tp
+
+    @property
+    def num_data(self) -> int:
+        """Slices that the prompts are cut into: dp x cp."""
+        return self.dp * self.cp
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and prints."""
+        return self.rank == 0
+
+    def describe(self) -> dict[str, str]:
+        """The layout for the start-up table."""
+        if self.world == 1:
+            return {"processes": "1"}
+        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        return {
+            "processes": f"{product} = {self.world}",
+            "weights and optimizer": f"each rank holds 1/{self.dp_shard * self.cp * self.tp}, {self.dp_replicate} copies",
+            "rollout": f"the prompts in {self.num_data} parts"
+            + (f", each on {self.tp} tensor-parallel ranks" if self.tp > 1 else ""),
+        }
+
+
+def local_rank() -> int:
+    """Which device of this host the process uses; 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def resolve_degrees(
+    world: int, *, dp_replicate: int = 1, dp_shard: int | Literal["auto"] = "auto", cp: int = 1, tp: int = 1
+) -> tuple[int, int, int, int]:
+    """(dp_replicate, dp_shard, cp, tp) whose product is `world`; ValueError with the numbers when none is."""
+    given = dp_replicate * cp * tp
+    text = f"parallel.dp_replicate {dp_replicate} x cp {cp} x tp {tp}"
+    if dp_shard == "auto":
+        if world % given:
+            raise ValueError(
+                f"{text} = {given} does not divide the {world} processes, so dp_shard: auto has no value; "
+                f"start a multiple of {given} processes (torchrun --nproc-per-node), or lower a degree"
+            )
+        return dp_replicate, world // given, cp, tp
+    if given * dp_shard != world:
+        raise ValueError(
+            f"{text} x dp_shard {dp_shard} = {given * dp_shard}, but {world} processes run; "
+            f"start {given * dp_shard} of them (torchrun --nproc-per-node), or set dp_shard: auto"
+        )
+    return dp_replicate, dp_shard, cp, tp
+
+
+def start(
+    *,
+    communication: str,
+    device: torch.device,
+    dp_replicate: int = 1,
+    dp_shard: int | Literal["auto"] = "auto",
+    cp: int = 1,
+    tp: int = 1,
+    timeout_s: float = 1800.0,
+) -> Mesh:
+    """Join the processes that torchrun started and build the groups; a mesh of one without torchrun.
+
+    communication: back ends of torch.distributed, as in `device.Device.communication`. timeout_s: how long a collective
+    waits for the slowest rank before the run is ended.
+    """
+    world = world_size()
+    degrees = resolve_degrees(world, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+    if world == 1:
+        return Mesh()
+    if not dist.is_initialized():
+        dist.init_process_group(communication, timeout=timedelta(seconds=timeout_s))
+    replicate, shard, cp, tp = degrees
+    # The same ranks under two sets of axes: weights do not care whether dp or cp cut them.
+    weights = init_device_mesh(device.type, (replicate, shard * cp, tp), mesh_dim_names=("dp_replicate", "fsdp", "tp"))
+    batch = init_device_mesh(device.type, (replicate * shard, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+
+    def group(mesh: Any, axis: str) -> ProcessGroup:
+        return mesh.get_group(axis) if mesh[axis].size() > 1 else None
+
+    return Mesh(
+        *degrees,
+        rank=dist.get_rank(),
+        world_group=dist.group.WORLD,
+        dp_group=group(batch, "dp"),
+        cp_group=group(batch, "cp"),
+        tp_group=group(weights, "tp"),
+        fsdp_group=group(weights, "fsdp"),
+        device_mesh=weights,
+    )
+
+
+def stop() -> None:
+    """Leave the processes' group; nothing to do for a mesh of one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
