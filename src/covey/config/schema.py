@@ -94,7 +94,7 @@ class RolloutConfig(Section):
 
 
 class RewardEntry(Section):
-    """One reward function."""
+    """One reward function. In YAML, a bare name stands for an entry without further settings."""
 
     name: str
     """Registered name, "module:function" or "file.py:function"."""
@@ -102,6 +102,33 @@ class RewardEntry(Section):
     """The score is multiplied by it before the sum."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Given to the function as its `config`."""
+    label: str | None = None
+    """Name in metrics and records; default: the registered name, or the function's own name."""
+    batch: bool = False
+    """Call once with all responses to a prompt, instead of once per response (faster if the function vectorises)."""
+    timeout_s: Annotated[float, Field(gt=0.0)] | None = None
+    """Time limit per response, seconds; default: reward.timeout_s."""
+    retries: NonNegativeInt = 0
+    """Further calls after an exception, with pauses of 0.5, 1, 2 ... s (for remote services)."""
+    include: list[Literal["uid", "finish_reason", "num_tokens", "token_ids", "max_response_length"]] = Field(
+        default_factory=list
+    )
+    """Facts about the response to add to the row that the function sees."""
+    cache: bool | None = None
+    """Reuse the score of an equal response to an equal row; default: yes for built-in rules, no for others."""
+    range: tuple[float, float] | None = None
+    """Lowest and highest score, for normalization `range`; default: the built-in's own, else 0 and 1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _range_has_a_width(self) -> RewardEntry:
+        if self.range is not None and self.range[0] >= self.range[1]:
+            raise ValueError(f"range={list(self.range)}: the lowest score must be below the highest")
+        return self
 
 
 class RewardConfig(Section):
@@ -109,8 +136,33 @@ class RewardConfig(Section):
 
     functions: list[RewardEntry] = Field(default_factory=list)
     """Reward functions for every row; a response's reward is the weighted sum of those that score it."""
+    tasks: dict[str, list[RewardEntry]] = Field(default_factory=dict)
+    """Further reward functions by task; `default` is for rows of any other task. A row without a route is an error."""
+    task_key: str = "task"
+    """Column with the row's task."""
     on_error: Literal["none", "raise"] = "none"
     """A reward function that raises: count it and leave the response unscored, or stop the run."""
+    num_workers: NonNegativeInt = 2
+    """Processes that run the reward functions; 0: in the trainer's own, where a hang cannot be ended."""
+    timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
+    """Time limit of a reward function per response, seconds; over it the response is unscored and counted."""
+    cache_bytes: NonNegativeInt = 64 * 2**20
+    """Memory for scores of responses seen before, bytes; 0: none."""
+    cache_path: str | None = None
+    """File (SQLite) that keeps scores between runs, bounded by cache_bytes too; default: none."""
+    normalization: Literal["none", "range", "zscore"] = "none"
+    """Scale of rewards between tasks before advantages: none, by the declared ranges, or by running mean and std."""
+    sandbox: Literal["isolated", "rlimits"] = "isolated"
+    """Where generated programs run; isolated needs bubblewrap; rlimits only bounds resources (docs/sandbox.md)."""
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> RewardConfig:
+        if not self.functions and not self.tasks:
+            raise ValueError("no reward function: name at least one under reward.functions or reward.tasks")
+        empty = [task for task, entries in self.tasks.items() if not entries and not self.functions]
+        if empty:
+            raise ValueError(f"reward.tasks.{empty[0]} lists no reward function")
+        return self
 
 
 class AlgorithmConfig(Section):

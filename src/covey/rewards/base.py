@@ -22,17 +22,43 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Score = float | None | dict[str, float]
 RewardFn = Callable[..., Any]  # (responses, rows, config) -> list[Score], or one of the forms in adapters.py
 
-REWARDS: dict[str, str] = {
-    "math": "covey.rewards.math_answer:math_reward",
-    "answer": "covey.rewards.math_answer:answer_reward",
-    "format": "covey.rewards.rules:format_reward",
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A registered reward function and what the runner has to know about it."""
+
+    path: str  # "module:function"
+    range: tuple[float, float] = (0.0, 1.0)  # lowest and highest score
+    include: tuple[str, ...] = ()  # facts about the response that it reads from the row
+    settings: tuple[str, ...] = ()  # settings of the run that become options unless the entry gives them
+    cache: bool = True  # equal response, row and options have equal scores
+
+
+REWARDS: dict[str, BuiltIn] = {
+    "math": BuiltIn("covey.rewards.math_answer:math_reward"),
+    "answer": BuiltIn("covey.rewards.math_answer:answer_reward"),
+    "format": BuiltIn("covey.rewards.rules:format_reward"),
 }
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(module or file, function) behind a name; ValueError for one that is not registered and has no colon."""
+    path = REWARDS[name].path if name in REWARDS else name
+    module_name, colon, attribute = path.rpartition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        raise ValueError(
+            f"reward {name!r} is unknown{f', did you mean {near[0]!r}?' if near else ''} "
+            f'Known: {", ".join(sorted(REWARDS))}; or give "module:function" or "file.py:function"'
+        )
+    return module_name, attribute
 
 
 def load_reward(name: str) -> RewardFn:
@@ -41,13 +67,7 @@ def load_reward(name: str) -> RewardFn:
     Raises ValueError for an unknown name (with the nearest known one), a module or file that does not import,
     an attribute that is missing or not callable.
     """
-    module_name, colon, attribute = REWARDS.get(name, name).rpartition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
-        raise ValueError(
-            f"reward {name!r} is unknown{f', did you mean {near[0]!r}?' if near else ''} "
-            f'Known: {", ".join(sorted(REWARDS))}; or give "module:function" or "file.py:function"'
-        )
+    module_name, attribute = split_name(name)
     module = _load_file(name, module_name) if module_name.endswith(".py") else _load_module(name, module_name)
     function = getattr(module, attribute, None)
     if function is None:
@@ -57,6 +77,19 @@ def load_reward(name: str) -> RewardFn:
     if not callable(function):
         raise ValueError(f"reward {name!r}: {attribute!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def source_digest(name: str) -> str:
+    """Hash of the source file of a user's function (without importing it), so that a cache sees edits; "" for ours."""
+    module_name, colon, _ = name.rpartition(":")
+    if not colon:
+        return ""
+    if module_name.endswith(".py"):
+        path = Path(module_name).expanduser()
+    else:
+        spec = importlib.util.find_spec(module_name)
+        path = Path(spec.origin) if spec is not None and spec.origin else Path()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def read_options(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
