@@ -37,6 +37,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one value, for example `train.lr=2e-6`; may be repeated."),
 ]
+ConfigDirs = Annotated[
+    list[Path] | None,
+    typer.Option("--config-dir", metavar="DIR", help="Where else the files of `defaults` are; may be repeated."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -46,9 +50,7 @@ def main() -> None:
     logging.getLogger("covey").setLevel(logging.INFO)
     try:
         app()
-    except KeyboardInterrupt as stop:
-        if str(stop):
-            typer.echo(str(stop), err=True)
+    except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
         if os.environ.get("COVEY_DEBUG") == "1":
@@ -85,6 +87,7 @@ def quickstart(
 def train(
     file: File,
     overrides: Overrides = None,
+    config_dir: ConfigDirs = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in output_dir.")] = False,
     resume_from: Annotated[
         Path | None, typer.Option("--resume-from", metavar="DIR", help="Continue from this checkpoint.")
@@ -96,10 +99,13 @@ def train(
     One device: `covey train run.yaml --set train.steps=20`. Several: `torchrun --nproc-per-node 8 -m covey train
     run.yaml`. Ctrl-C writes a checkpoint and exits with 130; `--resume` goes on from it.
     """
-    loaded, checkpoint = _load(file, overrides, "train"), _resume(resume, resume_from)
+    loaded, checkpoint = _load(file, overrides, "train", config_dir), _resume(resume, resume_from)
     from covey import trainer as tool
 
-    _report(tool.train(loaded, resume=checkpoint, quiet=as_json), as_json)
+    summary = tool.train(loaded, resume=checkpoint, quiet=as_json)
+    _report(summary, as_json)
+    if summary["interrupted"]:
+        raise typer.Exit(130)
 
 
 @app.command()
@@ -138,7 +144,9 @@ def evaluate(
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)],
     step: Annotated[int | None, typer.Option("--step", help="Step to show; default: the last recorded.")] = None,
-    prompt: Annotated[int | None, typer.Option("--prompt", help="Only this prompt of the step, with whole texts.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", help="Only this prompt of the step, with whole texts.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Prompts to show; 0: all.")] = 4,
     as_json: Json = False,
 ) -> None:
@@ -152,14 +160,14 @@ def show(
 
 
 @config_app.command("show")
-def config_show(file: File, overrides: Overrides = None, as_json: Json = False) -> None:
+def config_show(file: File, overrides: Overrides = None, config_dir: ConfigDirs = None, as_json: Json = False) -> None:
     """Print the effective configuration, and after each value where it came from.
 
     The output is itself a valid configuration: `covey config show run.yaml > full.yaml`.
     """
     from covey.config import reference
 
-    loaded = _load(file, overrides, kind=None)
+    loaded = _load(file, overrides, None, config_dir)
     if as_json:
         _print_json(reference.effective_dict(loaded))
     else:
@@ -180,14 +188,56 @@ def config_reference(
         typer.echo(reference.reference_markdown() if markdown else reference.reference_text(), nl=False)
 
 
-def _load(file: Path, overrides: list[str] | None, kind: str | None) -> LoadedConfig[Any]:
-    """Read a file for `kind` of command: "train", "sft", or None for whichever the file is made for."""
-    from covey.config.load import load_tree, schema_of, validate_tree
+@config_app.command("check")
+def config_check(file: File, overrides: Overrides = None, config_dir: ConfigDirs = None, as_json: Json = False) -> None:
+    """Say what becomes of every key of a configuration: Covey's, MindSpeed-RL's, verl's or TRL's.
+
+    Exit code 1 when the run cannot start. `covey config check grpo_qwen25_7b_A3.yaml --set model.path=./Qwen2.5-7B`
+    """
+    from covey.config.convert import check_file
+
+    report = check_file(file, overrides or [], config_dirs=config_dir or [])
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        from covey.config.convert import report_text
+
+        typer.echo(report_text(report), nl=False)
+    if report.verdict == "cannot":
+        raise typer.Exit(1)
+
+
+@config_app.command("convert")
+def config_convert(file: File, overrides: Overrides = None, config_dir: ConfigDirs = None) -> None:
+    """Print a MindSpeed-RL, verl or TRL configuration as Covey's, with a comment for every decision.
+
+    `covey config convert grpo_qwen25_7b_A3.yaml > run.yaml`; TRL: the arguments of GRPOConfig as a YAML or JSON map.
+    Exit code 1 when something stands in the way; it is named in the first line.
+    """
+    from covey.config.convert import check_file, converted_yaml
+
+    report = check_file(file, overrides or [], config_dirs=config_dir or [])
+    typer.echo(converted_yaml(report), nl=False)
+    if report.verdict == "cannot":
+        raise typer.Exit(1)
+
+
+def _load(
+    file: Path, overrides: list[str] | None, kind: str | None, config_dirs: list[Path] | None = None
+) -> LoadedConfig[Any]:
+    """Read a file for `kind` of command: "train", "sft", or None for whichever the file is made for.
+
+    Sets the variables of the file's runtime_env, before anything imports torch_npu or vLLM.
+    """
+    from covey.config.convert import load_any
     from covey.config.schema import Config, SftRunConfig
 
-    tree = load_tree(file, overrides or [])
-    schema = {"train": Config, "sft": SftRunConfig}[kind] if kind else schema_of(tree)
-    return validate_tree(tree, schema)
+    schema = {"train": Config, "sft": SftRunConfig}.get(kind or "")
+    loaded = load_any(file, overrides or [], schema=schema, config_dirs=config_dirs or [])
+    os.environ.update(loaded.environment)
+    for note in loaded.notes:
+        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
+    return loaded
 
 
 def _resume(last: bool, directory: Path | None) -> bool | str | None:

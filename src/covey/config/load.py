@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from covey.config.fields import alternatives, expects, expects_at, nearest_key, section_at, section_of, summary_of
+from covey.config.presets import apply_preset
 from covey.config.schema import Config, Section, SftRunConfig
 from covey.config.yaml_tree import ConfigError, KeyPath, Problem, Tree, apply_override, dotted, read_tree, shown
 
@@ -32,9 +33,11 @@ class LoadedConfig(Generic[AnyConfig]):
     """
 
     config: AnyConfig
-    origins: dict[str, str]  # dotted key of every value -> "file:line", "--set" or "default"
+    origins: dict[str, str]  # dotted key of every value -> "file:line", "--set", "preset NAME" or "default"
     source: str
     notes: list[str] = field(default_factory=list)  # what the user should know although the configuration is valid
+    dialect: str = "covey"  # whose file it was: covey, mindspeed-rl, verl, trl
+    environment: dict[str, str] = field(default_factory=dict)  # to set before torch_npu or vLLM is imported
 
 
 def load_config(
@@ -55,9 +58,14 @@ def load_config(
 def load_tree(path: str | Path, overrides: Sequence[str] = ()) -> Tree:
     """Read `path` and apply `a.b=value` overrides, without knowing what the keys mean."""
     tree = read_tree(path)
+    apply_overrides(tree, overrides)
+    return tree
+
+
+def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
+    """Put `a.b=value` overrides over the tree, in their order."""
     for override in overrides:
         apply_override(tree, override)
-    return tree
 
 
 def validate_tree(
@@ -69,6 +77,7 @@ def validate_tree(
     if not isinstance(tree.data, dict):
         reason = f"is not a map of sections but {shown(tree.data)}; start with `model:` and its keys"
         raise ConfigError(tree.source, [*tree.problems, Problem(tree.source, "", "", reason)])
+    apply_preset(tree)
     problems = list(tree.problems)
     bad: set[KeyPath] = set()
     data = _Fit(tree, problems, bad).value(schema, tree.data, ())

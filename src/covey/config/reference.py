@@ -75,6 +75,17 @@ def effective_dict(loaded: LoadedConfig[Any]) -> dict[str, Any]:
     }
 
 
+def yaml_scalar(value: Any) -> str:
+    """A value in YAML on one line, read back unchanged; 1e-06 is written 1.0e-06, a number to every YAML reader."""
+    if isinstance(value, float):
+        return yaml.safe_dump(value).split("\n")[0]
+    if isinstance(value, str) and "\n" not in value:
+        plain = yaml.safe_dump(value, allow_unicode=True, width=10**6).split("\n")[0]
+        if parse_tree(plain, "").data == value:
+            return plain
+    return json.dumps(value, ensure_ascii=False, default=lambda item: item.model_dump(mode="json"))  # sections in a map
+
+
 _FILES: tuple[tuple[str, type[Section]], ...] = (
     ("Files for `covey train` and `covey evaluate`", Config),
     ("Files for `covey sft`", SftRunConfig),
@@ -102,7 +113,7 @@ def _default(item: ConfigField) -> str:
 
 
 def _shown_default(item: ConfigField) -> str:
-    return "required" if item.required else _scalar(item.default)
+    return "required" if item.required else yaml_scalar(item.default)
 
 
 def _cell(text: str) -> str:
@@ -123,16 +134,5 @@ def _write(section: Section, prefix: str, depth: int, origins: dict[str, str], l
                 _write(entry, f"{key}[{index}].", depth + 2, origins, lines)
                 lines[start] = f"{indent}  - {lines[start].lstrip()}"
         else:
-            text = f"{indent}{name}: {_scalar(value)}"
+            text = f"{indent}{name}: {yaml_scalar(value)}"
             lines.append(f"{text:<48}  # {origins.get(key, 'default')}")
-
-
-def _scalar(value: Any) -> str:
-    """A value in YAML on one line, read back unchanged; 1e-06 is written 1.0e-06, a number to every YAML reader."""
-    if isinstance(value, float):
-        return yaml.safe_dump(value).split("\n")[0]
-    if isinstance(value, str) and "\n" not in value:
-        plain = yaml.safe_dump(value, allow_unicode=True, width=10**6).split("\n")[0]
-        if parse_tree(plain, "").data == value:
-            return plain
-    return json.dumps(value, ensure_ascii=False, default=lambda item: item.model_dump(mode="json"))  # sections in a map

@@ -1,0 +1,110 @@
+"""MindSpeed-RL keys about the model: which weights, their architecture, the layout over devices, AdamW's moments.
+
+A Megatron-core checkpoint is tied to one layout; Covey reads and writes Hugging Face directories under any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from covey.config.rules import Conversion, Finding, Rule, number
+
+
+def checkpoint_kind(path: str | Path) -> str | None:
+    """`hf` or `megatron` for a directory of weights, None for anything else."""
+    root = Path(path)
+    if (root / "config.json").is_file():
+        return "hf"
+    marks = ("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*", "release")
+    return "megatron" if root.is_dir() and any(any(root.glob(mark)) for mark in marks) else None
+
+
+def load(value: Any, run: Conversion) -> Finding:
+    """Upstream: a Megatron-core checkpoint, split for one layout. Here: a Hugging Face directory."""
+    kind = checkpoint_kind(str(value))
+    if "model.path" in run.overridden:
+        return Finding("mapped", "model.path is given by --set")
+    if kind == "hf":
+        run.set("model.path", str(value))
+        return Finding("honoured", "model.path: a Hugging Face directory")
+    tokenizer = run.get("megatron_training", "tokenizer_name_or_path")
+    if kind == "megatron":
+        return Finding(
+            "not supported",
+            f"{value} is a Megatron-core checkpoint, split for one layout of devices. Covey reads Hugging Face "
+            f"directories: --set model.path={tokenizer} for the weights it was converted from, or convert it back",
+            blocking=True,
+        )
+    return Finding("mapped", f"model.path = {tokenizer}: a Hugging Face directory serves every layout, no conversion")
+
+
+def finetune(value: Any, run: Conversion) -> Finding:
+    """False asks to resume."""
+    if value:
+        return Finding("honoured", "training starts from the weights")
+    return Finding("mapped", "resuming: covey train FILE --resume")
+
+
+def tokenizer_path(value: Any, run: Conversion) -> Finding:
+    """The Hugging Face directory: tokenizer, and weights unless `load` is one too."""
+    run.set("model.tokenizer", str(value))
+    if "model.path" not in run.native:
+        run.set("model.path", str(value))
+    return Finding("honoured", "model.tokenizer, and model.path unless `load` is a Hugging Face directory")
+
+
+def read_checkpoint(path: str | None) -> dict[str, Any] | None:
+    """config.json of a model directory on this disk; None where there is none."""
+    file = Path(path) / "config.json" if path else None
+    if file is None or not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else None
+
+
+def verify(name: str, *, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """Compare with the checkpoint's config.json, which decides."""
+
+    def rule(value: Any, run: Conversion) -> Finding:
+        if run.checkpoint is None:
+            return Finding("no effect", f"the checkpoint's {name} is used; it is not on this disk to compare")
+        found = run.checkpoint.get(name, (run.checkpoint.get("rope_parameters") or {}).get(name))
+        if found is None:
+            return Finding("verified", f"the checkpoint's config.json has no {name}")
+        wanted = convert(value)
+        same = wanted == found if isinstance(found, bool) else math.isclose(number(wanted), number(found))
+        if same:
+            return Finding("verified", f"equals {name} of the checkpoint")
+        return Finding("verified", f"the checkpoint has {name} = {found}, which is used", differs=True)
+
+    return rule
+
+
+def degree(axis: str) -> Rule:
+    """How many devices an axis is split over."""
+
+    def rule(value: Any, run: Conversion) -> Finding:
+        size = int(number(value))
+        if size == 1:
+            return Finding("honoured", "not split")
+        if run.world_size == 1:
+            return Finding("mapped", f"one process is started: nothing is split {size} ways; the numbers are the same")
+        return Finding("not supported", f"{axis} parallelism of {size} on {run.world_size} processes", blocking=True)
+
+    return rule
+
+
+def beta(index: int) -> Rule:
+    """One of AdamW's two decay rates."""
+
+    def rule(value: Any, run: Conversion) -> Finding:
+        betas = [number(run.get("megatron_training", f"adam_beta{i}")) for i in (1, 2)]
+        betas[index] = number(value)
+        run.set("train.betas", betas)
+        return Finding("honoured", f"train.betas[{index}]")
+
+    return rule

@@ -1,0 +1,145 @@
+"""TRL's GRPOConfig arguments that have a counterpart, one row each. Source: TRL 1.16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from covey.config.rules import (
+    Conversion,
+    Finding,
+    KeyMap,
+    Rule,
+    built_in,
+    honour,
+    mapped,
+    no_effect,
+    number,
+    real,
+    unsupported,
+    whole,
+)
+
+
+def _batch(value: Any, run: Conversion) -> Finding:
+    """per_device_train_batch_size counts responses; the optimizer's batch is that times accumulation and processes."""
+    samples = int(number(run.values["trl"].get("num_generations", 8)))
+    accumulation = int(number(run.values["trl"].get("gradient_accumulation_steps", 1)))
+    per_step = int(number(value)) * run.world_size
+    steps = int(number(run.values["trl"].get("steps_per_generation") or accumulation))
+    generated = int(number(run.values["trl"].get("generation_batch_size") or per_step * steps))
+    optimized = per_step * accumulation
+    if generated % samples or optimized % samples:
+        return Finding(
+            "not supported", f"{generated} or {optimized} responses are no whole groups of {samples}", blocking=True
+        )
+    run.set("train.batch_size", generated // samples)
+    if optimized < generated:
+        run.set("algorithm.mini_batch_size", optimized // samples)
+    return Finding("mapped", f"train.batch_size = {generated // samples} prompts ({generated} responses / {samples})")
+
+
+def _max_steps(value: Any, run: Conversion) -> Finding:
+    run.set("train.steps", int(number(value)))
+    return Finding("honoured", "train.steps; equal while one rollout is one optimizer step")
+
+
+def _loss(value: Any, run: Conversion) -> Finding:
+    means = {"grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant"}
+    if value not in means:
+        return Finding("not supported", f"known: {', '.join(means)}", blocking=True)
+    run.set("algorithm.loss", "grpo")
+    run.set("algorithm.aggregation", means[value])
+    return Finding("mapped", f"algorithm.loss grpo, algorithm.aggregation {means[value]}")
+
+
+def _scale(value: Any, run: Conversion) -> Finding:
+    names = {"group": "group_norm", True: "group_norm", "none": "group_center", False: "group_center"}
+    if value not in names:
+        return Finding("not supported", "known: group, none", blocking=True)
+    run.set("algorithm.advantage", names[value])
+    run.set("algorithm.advantage_eps", 1e-4)
+    return Finding("mapped", f"algorithm.advantage {names[value]}, eps 1e-4 as in TRL")
+
+
+def _clip(value: Any, run: Conversion) -> Finding:
+    run.set("algorithm.clip_low", number(value))
+    if run.values["trl"].get("epsilon_high") is None:
+        run.set("algorithm.clip_high", number(value))
+    return Finding("honoured", "algorithm.clip_low, and algorithm.clip_high without epsilon_high")
+
+
+def _beta(index: int) -> Rule:
+    def rule(value: Any, run: Conversion) -> Finding:
+        betas = [
+            number(run.values["trl"].get(name, default))
+            for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999))
+        ]
+        betas[index] = number(value)
+        run.set("train.betas", betas)
+        return Finding("honoured", f"train.betas[{index}]")
+
+    return rule
+
+
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "beta": 0.0,
+    "epsilon": 0.2, "loss_type": "dapo", "scale_rewards": "group", "weight_decay": 0.0, "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear", "seed": 42, "adam_beta1": 0.9, "adam_beta2": 0.999, "per_device_train_batch_size": 8,
+}  # fmt: skip
+TRL: KeyMap = {
+    "output_dir": honour("output_dir"),
+    "learning_rate": real("train.lr"),
+    "num_generations": whole("rollout.num_samples"),
+    "max_completion_length": whole("rollout.max_response_length"),
+    "max_prompt_length": whole("data.max_prompt_length"),
+    "temperature": real("rollout.temperature"),
+    "top_p": real("rollout.top_p"),
+    "top_k": whole("rollout.top_k"),
+    "min_p": real("rollout.min_p"),
+    "beta": real("algorithm.kl_coef"),
+    "epsilon": _clip,
+    "epsilon_high": real("algorithm.clip_high"),
+    "num_iterations": whole("algorithm.epochs"),
+    "loss_type": _loss,
+    "scale_rewards": _scale,
+    "mask_truncated_completions": honour("algorithm.mask_truncated"),
+    "per_device_train_batch_size": _batch,
+    "gradient_accumulation_steps": no_effect("read with per_device_train_batch_size"),
+    "steps_per_generation": no_effect("read with per_device_train_batch_size"),
+    "generation_batch_size": no_effect("read with per_device_train_batch_size"),
+    "max_steps": _max_steps,
+    "num_train_epochs": unsupported("runs are counted in steps: set train.steps"),
+    "weight_decay": real("train.weight_decay"),
+    "max_grad_norm": real("train.max_grad_norm"),
+    "lr_scheduler_type": lambda value, run: (
+        honour("train.schedule")(str(value).removesuffix("_with_warmup"), run)
+        if str(value).removesuffix("_with_warmup") in ("constant", "linear", "cosine")
+        else Finding("not supported", "known: constant, linear, cosine", blocking=True)
+    ),
+    "warmup_steps": whole("train.warmup_steps"),
+    "warmup_ratio": real("train.warmup_fraction"),
+    "adam_beta1": _beta(0),
+    "adam_beta2": _beta(1),
+    "adam_epsilon": real("train.eps"),
+    "seed": whole("seed"),
+    "shuffle_dataset": honour("data.shuffle"),
+    "save_steps": whole("checkpoint.every"),
+    "save_total_limit": whole("checkpoint.keep_last"),
+    "eval_steps": whole("evaluation.every"),
+    "num_generations_eval": whole("evaluation.num_samples"),
+    "gradient_checkpointing": honour("model.gradient_checkpointing"),
+    "bf16": mapped("model.dtype", "bfloat16, on cpu float32", convert=lambda v: "auto" if v else "float32"),
+    "chat_template_kwargs": honour("data.chat_template_options"),
+    "use_vllm": no_effect("rollout.engine native; with the extra `vllm`: --set rollout.engine=vllm"),
+    "report_to": no_effect("set logging.tensorboard, logging.wandb_project or logging.swanlab_project"),
+    "logging_steps": no_effect("every step is logged"),
+    "log_completions": built_in("every response is recorded (covey show)"),
+    "remove_unused_columns": no_effect("every column reaches the reward functions"),
+    "use_bias_correction_kl": unsupported("the KL term has no importance weight"),
+    "importance_sampling_level": unsupported("the ratio is per token", off=("token", None)),
+    "delta": unsupported("dual clip"),
+    "entropy_coef": real("algorithm.entropy_coef"),
+    "reward_weights": no_effect("weights stand beside the functions in reward.functions"),
+    "use_liger_kernel": built_in("logits are never held whole"),
+    "trust_remote_code": honour("model.trust_remote_code"),
+}  # fmt: skip
