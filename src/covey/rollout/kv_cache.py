@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 _FIRST_CAPACITY = 32  # response tokens a new cache has room for; doubles when full
 
@@ -63,6 +63,7 @@ class Wave:
 
     @property
     def num_rows(self) -> int:
+        """Live responses, S."""
         return len(self.prompt_of_row)
 
     @property
@@ -201,7 +202,7 @@ class PrefillPlan:
         rows = slice(self._first, self._first + self._num_prompts)
         self._wave.prompt_keys[layer][rows, :, : self._longest] = key
         self._wave.prompt_values[layer][rows, :, : self._longest] = value
-        output = F.scaled_dot_product_attention(
+        output = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=len(query[0]) != len(key[0])
         )
         output = output.transpose(1, 2).flatten(0, 1)

@@ -2,11 +2,11 @@
 
 Every prompt is run once and its keys and values serve all of its responses (`kv_cache.py`). A decode step runs one new
 token of every live response as a single packed row through the model's linear layers, then draws the next tokens
-(`sampling.py`). Responses leave when they end; waiting prompts enter once a quarter of the places is free.
+(`sampling.py`). Responses leave when they end and waiting prompts enter (`schedule.py`).
 
 Because the modules are the trained ones, `load_weights` only stamps a version: there is nothing to copy.
 
-Left out: sharded models, chunked prefill of one long prompt, prefix reuse across different prompts.
+Left out: sharded models, chunked prefill of one long prompt, reuse of a prefix that different prompts share.
 """
 
 from __future__ import annotations
@@ -19,29 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from covey.models.attention import ATTENTION, AttentionPlan
 from covey.rollout.engine import Sampling
 from covey.rollout.kv_cache import CacheLayout, DecodePlan, PrefillPlan, Wave
-from covey.rollout.sampling import draw, uniforms
+from covey.rollout.sampling import Draw, draw, uniforms
+from covey.rollout.schedule import Limits, Part, admit, split
 from covey.types import FinishReason, Group, Prompt, Response
 
 _PREFILL_TOKENS = 8192  # prompt tokens run at once
-_PAD_TOKENS = 32  # prompts this close in length share a wave, whatever the ratio
-_PAD_SHARE = 0.25  # otherwise at most this share of a prompt's cache may be padding
-_MANY_WAVES = 8  # with so many waves, wait for half of the places instead of a quarter
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Samples [first, last) of the prompt at `index`: what is admitted at once. Usually the whole group."""
-
-    index: int
-    prompt: Prompt
-    first: int
-    last: int
 
 
 @dataclass
@@ -66,9 +53,6 @@ class _Running:
     stream: Tensor  # (S,) int64, column of `uniforms` that belongs to the row
     token_ids: Tensor  # (S,) int64, drawn and not yet run
 
-    def next_uniforms(self, place: int) -> Tensor:
-        return self.uniforms[place].index_select(0, self.stream)
-
 
 class NativeEngine:
     """RolloutEngine on a Hugging Face causal LM whose attention implementation is `covey`."""
@@ -85,19 +69,15 @@ class NativeEngine:
         config = model.config.get_text_config()
         if config._attn_implementation != ATTENTION:
             raise ValueError(
-                f"the model's attention is {config._attn_implementation!r}; "
+                f"the model's attention is {config._attn_implementation!r}: "
                 f"call model.set_attn_implementation({ATTENTION!r}) before NativeEngine(model)"
             )
         if max_num_seqs < 1:
-            raise ValueError(
-                f"rollout.max_num_seqs is {max_num_seqs}; at least one response must run: set it to 1 or more"
-            )
+            raise ValueError(f"rollout.max_num_seqs is {max_num_seqs}, but at least one response must run: set it to 1")
         head = model.get_output_embeddings().weight
         self._model = model
         self._stop = frozenset(stop_token_ids)
         self._decode = decode
-        self._max_num_seqs = max_num_seqs
-        self._kv_cache_bytes = kv_cache_bytes
         self._version = 0
         self._layout = CacheLayout(
             num_layers=config.num_hidden_layers,
@@ -106,6 +86,7 @@ class NativeEngine:
             dtype=head.dtype,
             device=head.device,
         )
+        self._limits = Limits(max_num_seqs, kv_cache_bytes, self._layout.token_bytes)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Stamp `version` on what is sampled from now on; the weights are the policy's own tensors already."""
@@ -117,80 +98,48 @@ class NativeEngine:
     ) -> list[Group]:
         """G responses for each prompt, in the order of `prompts`; on_group(index, group) as soon as one is complete.
 
-        Raises ValueError for an empty prompt and when one response does not fit in `kv_cache_bytes`.
+        Raises ValueError for an empty prompt and when a prompt with one response does not fit in `kv_cache_bytes`.
         """
-        waiting = deque(self._split(prompts, sampling))
-        done: list[list[Response | None]] = [[None] * sampling.num_samples for _ in prompts]
-        groups: list[Group | None] = [None] * len(prompts)
+        waiting = deque(split(prompts, sampling, self._limits))
+        finished: list[dict[int, Response]] = [{} for _ in prompts]
+        groups: dict[int, Group] = {}
         running: list[_Running] = []
         with _evaluating(self._model), torch.no_grad():
             while waiting or running:
-                started = [self._start(parts, sampling) for parts in self._admit(waiting, running, sampling)]
-                for wave, logits in started:
-                    self._advance([wave], logits, sampling, done)
-                running = [wave for wave in running + [wave for wave, _ in started] if wave.rows]
+                done = []
+                for parts in self._admit(waiting, running, sampling):
+                    wave, logits = self._start(parts, sampling)
+                    done += self._advance([wave], logits, sampling)
+                    running.append(wave)
+                running = [wave for wave in running if wave.rows]
                 if running:
-                    self._advance(running, self._decode_logits(running), sampling, done)
+                    done += self._advance(running, self._decode_logits(running), sampling)
                     running = [wave for wave in running if wave.rows]
-                for index, responses in enumerate(done):
-                    if groups[index] is None and None not in responses:
-                        groups[index] = Group(prompts[index], [r for r in responses if r is not None])
+                for row, response in done:
+                    finished[row.index][row.sample] = response
+                    if len(finished[row.index]) == sampling.num_samples:
+                        responses = [response for _, response in sorted(finished[row.index].items())]
+                        group = groups[row.index] = Group(prompts[row.index], responses)
                         if on_group is not None:
-                            on_group(index, groups[index])
-        return [group for group in groups if group is not None]
+                            on_group(row.index, group)
+        return [groups[index] for index in range(len(prompts))]
 
-    def _split(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[_Part]:
-        """Groups in descending order of prompt length, cut where they exceed the places or the cache."""
-        room = self._kv_cache_bytes // self._layout.token_bytes
-        for index in sorted(range(len(prompts)), key=lambda i: -len(prompts[i].input_ids)):
-            length = len(prompts[index].input_ids)
-            if not length:
-                raise ValueError(
-                    f"prompt {prompts[index].uid} has no tokens; drop the row or check the prompt template"
-                )
-            fitting = (room - length) // sampling.max_response_length
-            if fitting < 1:
-                needed = (length + sampling.max_response_length) * self._layout.token_bytes
-                raise ValueError(
-                    f"rollout.kv_cache_bytes is {self._kv_cache_bytes}, but prompt {prompts[index].uid} ({length} tokens) "
-                    f"with one response of {sampling.max_response_length} tokens needs {needed}; raise it or shorten them"
-                )
-            size = min(sampling.num_samples, self._max_num_seqs, fitting)
-            for first in range(0, sampling.num_samples, size):
-                yield _Part(index, prompts[index], first, min(first + size, sampling.num_samples))
+    def _admit(self, waiting: deque[Part], running: list[_Running], sampling: Sampling) -> list[list[Part]]:
+        return admit(
+            waiting,
+            limits=self._limits,
+            num_waves=len(running),
+            num_rows=sum(len(wave.rows) for wave in running),
+            reserved_bytes=sum(wave.cache.reserved_bytes for wave in running),
+            max_response_length=sampling.max_response_length,
+        )
 
-    def _admit(self, waiting: deque[_Part], running: list[_Running], sampling: Sampling) -> list[list[_Part]]:
-        """Take what fits from `waiting`; one list per new wave."""
-        places = self._max_num_seqs - sum(len(wave.rows) for wave in running)
-        share = 4 if len(running) < _MANY_WAVES else 2
-        if running and places * share < self._max_num_seqs:
-            return []
-        room = self._kv_cache_bytes - sum(wave.cache.reserved_bytes for wave in running)
-        waves: list[list[_Part]] = []
-        while waiting:
-            part = waiting[0]
-            length, count = len(part.prompt.input_ids), part.last - part.first
-            longest = len(waves[-1][0].prompt.input_ids) if waves else length
-            joins = bool(waves) and longest - length <= max(_PAD_TOKENS, _PAD_SHARE * longest)
-            padded = longest if joins else length
-            room -= (padded + count * sampling.max_response_length) * self._layout.token_bytes
-            places -= count
-            if room < 0 or places < 0:
-                break
-            waves[-1].append(waiting.popleft()) if joins else waves.append([waiting.popleft()])
-        return waves
-
-    def _start(self, parts: list[_Part], sampling: Sampling) -> tuple[_Running, Tensor]:
+    def _start(self, parts: list[Part], sampling: Sampling) -> tuple[_Running, Tensor]:
         """Run the prompts of a new wave; returns it with the logits (S, V) of every row's first token."""
         device = self._layout.device
-        prompt_lens = [len(part.prompt.input_ids) for part in parts]
-        prompt_of_row = [i for i, part in enumerate(parts) for _ in range(part.first, part.last)]
-        rows = [_Row(part.index, sample) for part in parts for sample in range(part.first, part.last)]
-        streams = [
-            uniforms(sampling, uid=part.prompt.uid, sample=sample)
-            for part in parts
-            for sample in range(part.first, part.last)
-        ]
+        prompt_lens = [part.length for part in parts]
+        samples = [(i, part, sample) for i, part in enumerate(parts) for sample in range(part.first, part.last)]
+        prompt_of_row = [i for i, _, _ in samples]
         cache = Wave(self._layout, prompt_lens, prompt_of_row, sampling.max_response_length)
         logits, first = [], 0
         while first < len(parts):
@@ -200,13 +149,14 @@ class NativeEngine:
                 last += 1
             logits.append(self._prefill_logits(cache, first, [part.prompt.input_ids for part in parts[first:last]]))
             first = last
+        streams = [uniforms(sampling, uid=part.prompt.uid, sample=sample) for _, part, sample in samples]
         index = torch.tensor(prompt_of_row, device=device)
         wave = _Running(
             cache=cache,
-            rows=rows,
+            rows=[_Row(part.index, sample) for _, part, sample in samples],
             prompt_lens=torch.tensor(prompt_lens, device=device)[index],
             uniforms=torch.from_numpy(np.stack(streams, axis=1)).to(device),
-            stream=torch.arange(len(rows), device=device),
+            stream=torch.arange(len(samples), device=device),
             token_ids=index,  # replaced by the first draw
         )
         return wave, torch.cat(logits)[index]
@@ -233,62 +183,70 @@ class NativeEngine:
             input_ids=input_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), plan=plan, use_cache=False
         ).last_hidden_state[0]
         head = self._model.get_output_embeddings()
-        return F.linear(hidden if rows is None else hidden[rows], head.weight, head.bias)
+        # weight first: for few rows CPU libraries run this product up to twice as fast as hidden @ weight.t()
+        logits = (head.weight @ (hidden if rows is None else hidden[rows]).t()).t().contiguous()
+        return logits if head.bias is None else logits.add_(head.bias)
 
-    def _advance(
-        self, running: list[_Running], logits: Tensor, sampling: Sampling, done: list[list[Response | None]]
-    ) -> None:
-        """Draw one token for every row, record it, and take the finished rows out of their waves."""
-        uniform = torch.cat([wave.next_uniforms(len(wave.rows[0].token_ids)) for wave in running])
+    def _advance(self, running: list[_Running], logits: Tensor, sampling: Sampling) -> list[tuple[_Row, Response]]:
+        """Draw one token for every row and take the finished rows out of their waves; returns those."""
+        places = [len(wave.rows[0].token_ids) for wave in running]
+        uniform = torch.cat(
+            [wave.uniforms[place].index_select(0, wave.stream) for wave, place in zip(running, places, strict=True)]
+        )
         drawn = draw(logits, uniform, sampling)
-        columns = [drawn.token_ids.int(), drawn.logprobs.view(torch.int32)]
-        if drawn.num_kept is not None:
-            columns.append(drawn.num_kept.int())
-        host = torch.stack(columns).cpu().numpy()  # the step's only wait for the device
-        token_ids, logprobs = host[0].tolist(), host[1].view(np.float32).tolist()
-        num_kept = host[2].tolist() if drawn.num_kept is not None else None
+        columns = zip(*_to_host(drawn), strict=True)
+        done: list[tuple[_Row, Response]] = []
         start = 0
         for wave in running:
-            live = []
-            for i, row in enumerate(wave.rows):
-                row.token_ids.append(token_ids[start + i])
-                row.logprobs.append(logprobs[start + i])
-                if num_kept is not None:
-                    row.num_kept.append(num_kept[start + i])
-                stopped = token_ids[start + i] in self._stop
-                if stopped or len(row.token_ids) == sampling.max_response_length:
-                    done[row.index][row.sample] = self._finish(row, "stop" if stopped else "length")
-                else:
-                    live.append(i)
             wave.token_ids = drawn.token_ids[start : start + len(wave.rows)]
             start += len(wave.rows)
+            live = []
+            for i, row in enumerate(wave.rows):
+                token_id, logprob, num_kept = next(columns)
+                row.token_ids.append(token_id)
+                row.logprobs.append(logprob)
+                row.num_kept.append(num_kept)
+                if token_id in self._stop:
+                    done.append((row, self._finish(row, "stop", filtered=drawn.num_kept is not None)))
+                elif len(row.token_ids) == sampling.max_response_length:
+                    done.append((row, self._finish(row, "length", filtered=drawn.num_kept is not None)))
+                else:
+                    live.append(i)
             if len(live) < len(wave.rows):
                 _keep_rows(wave, live)
+        return done
 
-    def _finish(self, row: _Row, reason: FinishReason) -> Response:
+    def _finish(self, row: _Row, reason: FinishReason, *, filtered: bool) -> Response:
         return Response(
             token_ids=row.token_ids,
             logprobs=row.logprobs,
             text=self._decode(row.token_ids[:-1] if reason == "stop" else row.token_ids),
             finish_reason=reason,
-            num_kept=row.num_kept or None,
+            num_kept=row.num_kept if filtered else None,
             policy_version=self._version,
         )
+
+
+def _to_host(drawn: Draw) -> tuple[list[int], list[float], list[int]]:
+    """Token ids, logprobs and sizes of the kept set in one transfer: a step's only wait for the device."""
+    token_ids = drawn.token_ids.int()
+    num_kept = token_ids if drawn.num_kept is None else drawn.num_kept.int()
+    host = torch.stack([token_ids, drawn.logprobs.view(torch.int32), num_kept]).cpu().numpy()
+    return host[0].tolist(), host[1].view(np.float32).tolist(), host[2].tolist()
 
 
 def _keep_rows(wave: _Running, live: list[int]) -> None:
     """Drop the finished rows: the last live ones move into the places that became free."""
     places = set(live)
-    movers = iter(row for row in reversed(live) if row >= len(live))
+    movers = iter([row for row in reversed(live) if row >= len(live)])
     order = [i if i in places else next(movers) for i in range(len(live))]
     wave.rows = [wave.rows[i] for i in order]
-    if not order:
-        return
-    wave.cache.keep_rows(order)
-    index = torch.tensor(order, device=wave.token_ids.device)
-    wave.prompt_lens = wave.prompt_lens[index]
-    wave.stream = wave.stream[index]
-    wave.token_ids = wave.token_ids[index]
+    if order:
+        wave.cache.keep_rows(order)
+        index = torch.tensor(order, device=wave.token_ids.device)
+        wave.prompt_lens = wave.prompt_lens[index]
+        wave.stream = wave.stream[index]
+        wave.token_ids = wave.token_ids[index]
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """Draw one token per row from logits by inverse CDF, and the uniform numbers that drive it.
 
-Every response has its own counter-based stream (Philox 4x64: key = (seed, step), counter = (0, sample, uid, 0)), and the
-number at place j of the stream decides token j. What is drawn therefore depends neither on which rows happen to be in
-the batch nor on the device; equal logits give equal tokens.
+Every response has its own counter-based stream (Philox 4x64: key = (seed, step), counter = (0, sample, uid, 0)), and
+the number at place j of the stream decides token j. What is drawn therefore depends neither on which rows happen to be
+in the batch nor on the device; equal logits give equal tokens.
 
 The log-probability returned is that of the distribution the token was drawn from: temperature first, then top-k, then
-top-p inside what top-k kept, then min-p relative to the most likely token, renormalised. All three filters keep a prefix
-of the tokens in descending order of probability, so the size of the kept set describes it. Temperature 0 is the point
-mass on the most likely token: its log-probability is 0.
+top-p inside what top-k kept, then min-p relative to the most likely token, renormalised. All three filters keep a
+prefix of the tokens in descending order of probability, so the size of the kept set describes it. Temperature 0 is the
+point mass on the most likely token: its log-probability is 0.
 
 Left out: penalties, bad words, beam search.
 """
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad
 
 from covey.rollout.engine import Sampling
 
@@ -75,7 +75,7 @@ def _draw_full(logits: Tensor, uniform: Tensor) -> Draw:
     size = math.gcd(probs.shape[1], _BLOCK)
     if size < 32:
         size = _BLOCK
-        probs = F.pad(probs, (0, -probs.shape[1] % size))
+        probs = pad(probs, (0, -probs.shape[1] % size))
     blocks = probs.view(len(probs), -1, size)
     mass = blocks.sum(-1)
     upper = mass.cumsum(-1)
@@ -140,7 +140,7 @@ def _draw_prefix(values: Tensor, ids: Tensor, kept: Tensor, uniform: Tensor) -> 
 
 
 def _invert(weights: Tensor, fraction: Tensor) -> Tensor:
-    """(S, 1) index where the running sum of `weights` (S, K) passes `fraction` (S, 1) of its total; weight there > 0."""
+    """(S, 1) index where the running sum of `weights` (S, K) passes `fraction` (S, 1) of its total."""
     upper = weights.cumsum(-1)
     return _count_not_above(upper, fraction * upper[:, -1:])
 
