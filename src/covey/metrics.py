@@ -73,11 +73,15 @@ METRICS: dict[str, Metric] = {
     "rollout/mismatch_k3": Metric(
         "nats", "KL(rollout || training) by the k3 estimator: mean of exp(d) - 1 - d, d = training - rollout log-prob."
     ),
+    "rollout/weight_mean": Metric(
+        "1", "Mean importance weight of algorithm.rollout_correction over the update's tokens; absent without it."
+    ),
     "actor/loss": Metric("1", "What is minimised: pg_loss + kl_coef kl_loss - entropy_coef entropy; signed."),
     "actor/pg_loss": Metric(
         "1", "The surrogate alone, signed, mean over optimizer steps. MindSpeed-RL: absolute value of the whole loss."
     ),
     "actor/kl_loss": Metric("nats", "Estimated KL to the reference per token, before its coefficient."),
+    "actor/kl_coef": Metric("1", "Coefficient of the KL term in this step; changes with algorithm.kl_target.", "same"),
     "actor/entropy": Metric(
         "nats", "Mean entropy per token of the policy at the training temperature; always computed."
     ),

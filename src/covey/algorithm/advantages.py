@@ -97,13 +97,14 @@ def pass_at_k(rewards: np.ndarray, *, k: int, eps: float) -> np.ndarray:
 def gdpo(parts: np.ndarray, *, weights: np.ndarray, eps: float) -> np.ndarray:
     """Each reward function normalised within its group, summed with weights, then normalised over the batch.
 
-    `parts` is (P, G, F) with NaN where function f did not score the response, `weights` is (F,). Keeps combinations
-    apart that give the same sum of rewards. A response that no function scored gets 0.
+    `parts` is (P, G, F) with NaN where function f did not score the response, `weights` (F,) or (P, F). Keeps
+    combinations apart that give the same sum of rewards. A response that no function scored gets 0.
 
     Source: GDPO, arXiv:2601.05242; TRL's `normalize_then_sum`.
     """
     normed = np.stack([group_norm(parts[:, :, f], eps=eps) for f in range(parts.shape[2])], axis=2)
-    total = np.where(np.isnan(parts).all(axis=2), np.nan, normed @ np.asarray(weights, dtype=np.float64))
+    per_prompt = np.broadcast_to(weights, (parts.shape[0], parts.shape[2]))[:, None, :]
+    total = np.where(np.isnan(parts).all(axis=2), np.nan, (normed * per_prompt).sum(axis=2))
     return batch_norm(total, eps=eps)
 
 

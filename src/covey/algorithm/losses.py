@@ -13,6 +13,7 @@ beyond +-20 is held there (no gradient), so that its exponential is finite.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -221,6 +222,20 @@ LOSSES: dict[str, LossFn] = {
     "reinforce": reinforce,
     "vespo": vespo,
 }
+
+
+def find_loss(name: str) -> LossFn:
+    """The loss called `name`, or the function at "module:function"; ValueError with the known names without one."""
+    if name in LOSSES:
+        return LOSSES[name]
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function) if function else LOSSES[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        known = ", ".join(LOSSES)
+        raise ValueError(
+            f"algorithm.loss={name!r} is not found ({error}); known: {known}, or module:function"
+        ) from error
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, finite: Tensor, options: LossOptions) -> TokenLoss:
