@@ -144,7 +144,8 @@ class Prepared:
     """Some rows after a handler and a template."""
 
     table: pa.Table  # raw columns and OWN_COLUMNS of the rows that are kept
-    drops: Counter[str]
+    drops: dict[str, int]  # reason -> rows
+    response_lengths: np.ndarray  # (rows,) tokens of the reference answers, -1 where there is none or not counted
 
 
 def prepare_table(
@@ -156,6 +157,7 @@ def prepare_table(
     first_row: int = 0,
     overlong_is_error: bool = False,
     default_labels: bool = False,
+    count_response_tokens: bool = False,
 ) -> Prepared:
     """Apply handler and template to rows; `where` names a row (counted from 1) in errors.
 
@@ -176,6 +178,7 @@ def prepare_table(
     if len(asked) < len(examples):
         drops["empty_prompt"] = len(examples) - len(asked)
     for i, fields in zip(asked, inputs, strict=True):
+        fields.setdefault("prompt_text", None)
         length = len(fields["input_ids"])
         if max_length is not None and length > max_length:
             if overlong_is_error:
@@ -188,7 +191,14 @@ def prepare_table(
         response = conversations[i].response
         kept.append({"prompt": conversations[i].question, "response": response, **fields})
         keep.append(i)
-    return Prepared(_join(raw.take(pa.array(keep, type=pa.int64())), kept, handler, default_labels), drops)
+    table = _join(raw.take(pa.array(keep, type=pa.int64())), kept, handler, default_labels)
+    lengths = np.full(len(kept), -1)
+    answered = [i for i, fields in enumerate(kept) if fields["response"] is not None]
+    if count_response_tokens and answered:
+        texts = [kept[i]["response"] for i in answered]
+        encoded = handler.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        lengths[answered] = [len(ids) for ids in encoded]  # type: ignore[arg-type]
+    return Prepared(table, dict(drops), lengths)
 
 
 def _join(

@@ -59,7 +59,7 @@ class Renderer:
             unused := set(self.options) - ({"enable_thinking"} if self.template.reasoning else set())
         ):
             raise ValueError(
-                f"chat_template_options: {', '.join(sorted(unused))} has no effect with prompt_type: {prompt_type}. "
+                f"{', '.join(sorted(unused))} has no effect with prompt_type: {prompt_type}. "
                 "Remove it, or use prompt_type: chat"
             )
         self.stop_words: tuple[str, ...] = self.template.stop_words if self.template else ()
