@@ -194,14 +194,13 @@ def config_check(file: File, overrides: Overrides = None, config_dir: ConfigDirs
 
     Exit code 1 when the run cannot start. `covey config check grpo_qwen25_7b_A3.yaml --set model.path=./Qwen2.5-7B`
     """
-    from covey.config.convert import check_file
+    from covey.config.convert import check_file, report_text
+    from covey.rewards.base import REWARDS
 
-    report = check_file(file, overrides or [], config_dirs=config_dir or [])
+    report = check_file(file, overrides or [], config_dirs=config_dir or [], reward_names=tuple(REWARDS))
     if as_json:
         _print_json(report.as_dict())
     else:
-        from covey.config.convert import report_text
-
         typer.echo(report_text(report), nl=False)
     if report.verdict == "cannot":
         raise typer.Exit(1)
@@ -215,8 +214,9 @@ def config_convert(file: File, overrides: Overrides = None, config_dir: ConfigDi
     Exit code 1 when something stands in the way; it is named in the first line.
     """
     from covey.config.convert import check_file, converted_yaml
+    from covey.rewards.base import REWARDS
 
-    report = check_file(file, overrides or [], config_dirs=config_dir or [])
+    report = check_file(file, overrides or [], config_dirs=config_dir or [], reward_names=tuple(REWARDS))
     typer.echo(converted_yaml(report), nl=False)
     if report.verdict == "cannot":
         raise typer.Exit(1)
@@ -231,9 +231,10 @@ def _load(
     """
     from covey.config.convert import load_any
     from covey.config.schema import Config, SftRunConfig
+    from covey.rewards.base import REWARDS
 
     schema = {"train": Config, "sft": SftRunConfig}.get(kind or "")
-    loaded = load_any(file, overrides or [], schema=schema, config_dirs=config_dirs or [])
+    loaded = load_any(file, overrides or [], schema=schema, config_dirs=config_dirs or [], reward_names=tuple(REWARDS))
     os.environ.update(loaded.environment)
     for note in loaded.notes:
         typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)

@@ -87,14 +87,18 @@ def load_any(
     *,
     schema: type[Section] | None = None,
     config_dirs: Sequence[Path] = (),
+    reward_names: Sequence[str] = (),
 ) -> LoadedConfig[Any]:
-    """Load a file of any known format; `schema` None: whichever the file is made for. Raises ConfigError."""
+    """Load a file of any known format; `schema` None: whichever the file is made for. Raises ConfigError.
+
+    `reward_names`: the registered reward functions, so that a verifier that does not exist is found now.
+    """
     tree, native = _read(path, overrides)
     dialect = dialect_of(tree.data)
     if dialect == "covey" or schema not in (None, Config):
         apply_overrides(tree, overrides if dialect == "covey" else [])
         return validate_tree(tree, schema or schema_of(tree))
-    report = _convert(tree, dialect, native, config_dirs)
+    report = _convert(tree, dialect, native, config_dirs, tuple(reward_names))
     if report.loaded is None:
         blocking = [f for f in report.findings if f.blocking]
         problems = [Problem(f.place or report.source, f.key, shown(f.value), f.reason) for f in blocking]
@@ -102,12 +106,18 @@ def load_any(
     return report.loaded
 
 
-def check_file(path: str | Path, overrides: Sequence[str] = (), *, config_dirs: Sequence[Path] = ()) -> Report:
+def check_file(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    config_dirs: Sequence[Path] = (),
+    reward_names: Sequence[str] = (),
+) -> Report:
     """Judge a file without raising for what is wrong in it; ConfigError only when it cannot be read."""
     tree, native = _read(path, overrides)
     dialect = dialect_of(tree.data)
     if dialect != "covey":
-        return _convert(tree, dialect, native, config_dirs)
+        return _convert(tree, dialect, native, config_dirs, tuple(reward_names))
     apply_overrides(tree, overrides)
     try:
         loaded = validate_tree(tree, schema_of(tree))
@@ -186,10 +196,12 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
     return tree, native
 
 
-def _convert(tree: Tree, dialect: Dialect, native: list[str], config_dirs: Sequence[Path]) -> Report:
+def _convert(
+    tree: Tree, dialect: Dialect, native: list[str], config_dirs: Sequence[Path], reward_names: tuple[str, ...]
+) -> Report:
     overridden = frozenset(item.partition("=")[0].strip() for item in native)
     if dialect == "mindspeed-rl":
-        run = convert_mindspeed(tree, config_dirs=config_dirs, overridden=overridden)
+        run = convert_mindspeed(tree, config_dirs=config_dirs, overridden=overridden, reward_names=reward_names)
     else:
         run = convert_peer(tree, dialect)
     run.native.setdefault("output_dir", f"runs/{Path(tree.source).stem}")

@@ -30,12 +30,22 @@ def is_mindspeed(data: Any) -> bool:
 
 
 def convert_mindspeed(
-    tree: Tree, *, config_dirs: Sequence[Path] = (), overridden: frozenset[str] = frozenset()
+    tree: Tree,
+    *,
+    config_dirs: Sequence[Path] = (),
+    overridden: frozenset[str] = frozenset(),
+    reward_names: tuple[str, ...] = (),
 ) -> Conversion:
     """Judge every key of a MindSpeed-RL file; `overridden`: native keys that the command line gives."""
     data = _plain(tree.data, (), tree)
     directories = [Path(tree.source).parent, *config_dirs]
-    run = Conversion({}, DEFAULTS, overridden=overridden, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    run = Conversion(
+        {},
+        DEFAULTS,
+        overridden=overridden,
+        reward_names=reward_names,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
     run.places = {dotted(_plain_path(path)): place for path, place in tree.places.items()}
     model_block = _defaults(data, directories, run)
     rl, generate = _section(data, "rl_config", run), _section(data, "generate_config", run)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.config.rules import Conversion, Finding, number
+from covey.config.rules import Conversion, Finding, Rule, number
 
 STAGES = {"ray_grpo": "GRPO", "ray_dapo": "DAPO", "grpo": "GRPO", "dapo": "DAPO"}
 _OTHER_STAGES = {
@@ -196,7 +196,7 @@ def clip_ratio(value: Any, run: Conversion) -> Finding:
     return Finding("honoured", "algorithm.clip_low and algorithm.clip_high")
 
 
-def clip_side(native_key: str) -> Any:
+def clip_side(native_key: str) -> Rule:
     """One side of DAPO's clip range."""
 
     def rule(value: Any, run: Conversion) -> Finding:
@@ -223,10 +223,11 @@ def rule_reward(value: Any, run: Conversion) -> Finding:
     return Finding("not supported", "false asks for a neural reward model in Megatron format", blocking=True)
 
 
-def verifiers(known: tuple[str, ...]) -> Any:
-    """Names and weights of the reward functions."""
+def verifiers(upstream: tuple[str, ...]) -> Rule:
+    """Names and weights of the reward functions; `upstream`: MindSpeed-RL's, known unless the run says otherwise."""
 
     def rule(value: Any, run: Conversion) -> Finding:
+        known = run.reward_names or upstream
         names = value if isinstance(value, list) else [value]
         weights = run.get("rl_config", "verifier_weight")
         if not run.has("rl_config", "verifier_weight") and len(names) > 1:
@@ -246,7 +247,7 @@ def verifiers(known: tuple[str, ...]) -> Any:
     return rule
 
 
-def sampling(native_key: str, upstream_default: float, *, off: Any = None) -> Any:
+def sampling(native_key: str, upstream_default: float, *, off: Any = None) -> Rule:
     """A sampling parameter; upstream's default sharpens the distribution that is trained."""
 
     def rule(value: Any, run: Conversion) -> Finding:

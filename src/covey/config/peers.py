@@ -6,6 +6,7 @@ dropped). TRL: GRPOConfig's arguments as a YAML or JSON map. Sources: verl 0.10 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -37,13 +38,13 @@ def read_override_list(path: str | Path) -> Tree | None:
         return None
     tree = Tree(str(path), {})
     for number_, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        text = line.strip().removesuffix("\\").strip().lstrip("+")
+        text = line.strip().removesuffix("\\").strip().removesuffix("$@").strip().lstrip("+")
         if not text or text.startswith("#"):
             continue
         found = re.match(r"(?:.*\s)?((?:[a-z_]\w*\.)+\w+)=(.*)$", text)
         if found is None:
             continue  # the command of a launch script
-        key, value = found.group(1), found.group(2).strip().strip("'\"")
+        key, value = found.group(1), os.path.expandvars(found.group(2).strip().strip("'\""))
         apply_override(tree, f"{key}={value}")
         tree.places = {p: (f"{path}:{number_}" if place == "--set" else place) for p, place in tree.places.items()}
     return tree if tree.data else None

@@ -44,6 +44,7 @@ class Conversion:
     places: dict[str, str] = field(default_factory=dict)  # dotted key of the user's file -> file:line
     findings: list[Finding] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)  # variables to set before the accelerator is imported
+    reward_names: tuple[str, ...] = ()  # registered reward functions; empty: not known here
     overridden: frozenset[str] = frozenset()  # native keys that --set gives
     checkpoint: dict[str, Any] | None = None  # config.json of the model, when it is on this disk
     old_schema: bool = False  # MindSpeed-RL before mid 2025

@@ -44,18 +44,31 @@ def _max_steps(value: Any, run: Conversion) -> Finding:
 
 
 def _loss(value: Any, run: Conversion) -> Finding:
-    means = {"grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant"}
+    means = {
+        "grpo": "sequence_mean",
+        "dapo": "token_mean",
+        "dr_grpo": "constant",
+        "luspo": "sequence_sum",
+        "sapo": "sequence_mean",
+    }
     if value not in means:
         return Finding("not supported", f"known: {', '.join(means)}", blocking=True)
-    run.set("algorithm.loss", "grpo")
+    loss = "sapo" if value == "sapo" else "grpo"
+    run.set("algorithm.loss", loss)
     run.set("algorithm.aggregation", means[value])
-    return Finding("mapped", f"algorithm.loss grpo, algorithm.aggregation {means[value]}")
+    return Finding("mapped", f"algorithm.loss {loss}, algorithm.aggregation {means[value]}")
 
 
 def _scale(value: Any, run: Conversion) -> Finding:
-    names = {"group": "group_norm", True: "group_norm", "none": "group_center", False: "group_center"}
+    names = {
+        "group": "group_norm",
+        True: "group_norm",
+        "batch": "batch_std",
+        "none": "group_center",
+        False: "group_center",
+    }
     if value not in names:
-        return Finding("not supported", "known: group, none", blocking=True)
+        return Finding("not supported", "known: group, batch, none", blocking=True)
     run.set("algorithm.advantage", names[value])
     run.set("algorithm.advantage_eps", 1e-4)
     return Finding("mapped", f"algorithm.advantage {names[value]}, eps 1e-4 as in TRL")
@@ -82,7 +95,8 @@ def _beta(index: int) -> Rule:
 
 
 DEFAULTS: dict[str, Any] = {
-    "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "beta": 0.0,
+    "learning_rate": 1e-6, "use_bias_correction_kl": True,
+    "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "beta": 0.0,
     "epsilon": 0.2, "loss_type": "dapo", "scale_rewards": "group", "weight_decay": 0.0, "max_grad_norm": 1.0,
     "lr_scheduler_type": "linear", "seed": 42, "adam_beta1": 0.9, "adam_beta2": 0.999, "per_device_train_batch_size": 8,
 }  # fmt: skip
@@ -135,9 +149,11 @@ TRL: KeyMap = {
     "logging_steps": no_effect("every step is logged"),
     "log_completions": built_in("every response is recorded (covey show)"),
     "remove_unused_columns": no_effect("every column reaches the reward functions"),
-    "use_bias_correction_kl": unsupported("the KL term has no importance weight"),
-    "importance_sampling_level": unsupported("the ratio is per token", off=("token", None)),
-    "delta": unsupported("dual clip"),
+    "use_bias_correction_kl": honour("algorithm.kl_importance_weighted"),
+    "importance_sampling_level": mapped(
+        "algorithm.sequence_ratio", "one ratio a response, or one a token", convert=lambda v: v == "sequence"
+    ),
+    "delta": real("algorithm.dual_clip"),
     "entropy_coef": real("algorithm.entropy_coef"),
     "reward_weights": no_effect("weights stand beside the functions in reward.functions"),
     "use_liger_kernel": built_in("logits are never held whole"),

@@ -216,3 +216,13 @@ def test_the_report_reads_as_one_line_per_problem(tmp_path: Path) -> None:
 def test_loading_does_not_import_torch() -> None:
     code = "import sys, covey.config.load, covey.config.reference, covey.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_preset_counts_as_the_origin_of_what_it_sets_and_its_rules_are_reported(tmp_path: Path) -> None:
+    path = _write(tmp_path, MINIMAL + "algorithm:\n  preset: cispo\n")
+    loaded = load_config(path)
+    assert loaded.config.algorithm.loss == "cispo"
+    assert loaded.origins["algorithm.loss"] == "preset cispo"
+    assert loaded.origins["algorithm.epochs"] == "default"
+    problems = _problems(tmp_path, MINIMAL + "algorithm:\n  preset: cispo\n  dual_clip: 3\ntrain: {lr: fast}\n")
+    assert set(problems) == {"train.lr", "algorithm.dual_clip"}

@@ -116,3 +116,40 @@ def test_interruption_is_exit_code_130(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(cli, "_load", interrupt)
     assert _main(monkeypatch, "train", tmp_path / "run.yaml") == 130
+
+
+def test_config_check_exits_1_for_what_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "upstream.yaml"
+    text = "megatron_training: {stage: STAGE, tokenizer_name_or_path: m, data_path: d, global_batch_size: 4}\n"
+    path.write_text(
+        text.replace("STAGE", "ray_ppo") + "rl_config: {n_samples_per_prompt: 4, verifier_function: [math]}\n"
+    )
+    assert _main(monkeypatch, "config", "check", path, "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "cannot"
+    stage = next(row for row in report["keys"] if row["key"] == "megatron_training.stage")
+    assert (stage["value"], stage["verdict"], stage["line"]) == ("ray_ppo", "not supported", 1)
+    assert _main(monkeypatch, "train", path) == 2
+    assert "critic" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("ray_ppo", "ray_grpo"))
+    assert _main(monkeypatch, "config", "check", path) == 0
+    assert "runs with 2 differences" in capsys.readouterr().out  # the sampling defaults that are not taken over
+
+
+def test_config_convert_prints_a_file_that_config_show_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "upstream.yaml"
+    path.write_text(
+        "megatron_training: {tokenizer_name_or_path: m, data_path: d, global_batch_size: 4, train_iters: 7}\n"
+        "rl_config: {n_samples_per_prompt: 4, verifier_function: [math]}\n"
+    )
+    assert _main(monkeypatch, "config", "convert", path) == 0
+    native = tmp_path / "native.yaml"
+    native.write_text(capsys.readouterr().out)
+    assert _main(monkeypatch, "config", "show", native, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["config"]["train"]["steps"] == 7
+    assert _main(monkeypatch, "config", "convert", native) == 2  # it is Covey's format already
+    assert "already" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""verl and TRL configurations: recognised, the counterparts set, the rest said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from covey.config.convert import check_file, load_any
+
+VERL = """\
+set -x
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=train.parquet \\
+    data.train_batch_size=64 \\
+    data.max_prompt_length=512 \\
+    data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-7B \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \\
+    +actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \\
+    trainer.total_training_steps=100 \\
+    trainer.save_freq=20 \\
+    trainer.default_local_dir=out $@
+"""
+
+
+def test_a_verl_launch_script_is_read_as_its_overrides(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(VERL)
+    loaded = load_any(script)
+    config = loaded.config
+    assert loaded.dialect == "verl"
+    assert (config.train.batch_size, config.algorithm.mini_batch_size, config.rollout.num_samples) == (64, 16, 5)
+    assert (config.algorithm.kl_coef, config.algorithm.kl_estimator) == (0.001, "low_var_kl")
+    assert config.algorithm.aggregation == "sequence_mean"
+    assert (config.train.steps, config.checkpoint.every, config.output_dir) == (100, 20, "out")
+    assert loaded.origins["train.lr"] == f"{script}:9"
+
+
+def test_verl_yaml_with_gae_or_an_unknown_key_cannot_run(tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    path.write_text(
+        "algorithm: {adv_estimator: gae}\ndata: {train_files: a, train_batchsize: 3}\n"
+        "actor_rollout_ref: {model: {path: m}}\ntrainer: {total_training_steps: 1}\ncritic: {optim: {lr: 1}}\n"
+    )
+    report = check_file(path)
+    assert report.verdict == "cannot"
+    findings = {finding.key: finding for finding in report.findings}
+    assert findings["algorithm.adv_estimator"].blocking
+    assert "nearest known: data.train_batch_size" in findings["data.train_batchsize"].reason
+    assert findings["critic.optim.lr"].verdict == "no effect"
+
+
+def test_trl_arguments_count_responses_and_keep_trls_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.json"
+    arguments = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 8,
+        "max_completion_length": 256,
+        "beta": 0.04,
+        "loss_type": "dr_grpo",
+        "max_steps": 10,
+        "output_dir": "out",
+    }
+    path.write_text(json.dumps(arguments))
+    overrides = ["model.path=m", "data.train=d", "reward.functions=[math]"]
+    config = load_any(path, overrides).config
+    # 8 responses a device x 8 micro-steps = 64 generated = 16 prompts; the optimizer steps on 8 x 4 = 32 = 8 prompts
+    assert (config.train.batch_size, config.algorithm.mini_batch_size) == (16, 8)
+    assert (config.algorithm.aggregation, config.algorithm.kl_coef) == ("constant", 0.04)
+    assert (config.algorithm.advantage, config.algorithm.advantage_eps) == ("group_norm", 1e-4)
+    assert (config.train.schedule, config.train.weight_decay, config.train.betas) == ("linear", 0.0, (0.9, 0.999))
+    path.write_text(json.dumps({**arguments, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}))
+    assert check_file(path, [*overrides, "steps_per_generation=1"]).verdict == "cannot"
