@@ -15,15 +15,17 @@ def tree() -> dict[str, str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = re.search(r"^src/covey/\n((?:  .*\n)+)", text, flags=re.MULTILINE)
     assert block, "README.md needs the tree of the source: a line `src/covey/`, then one indented line a file"
-    files, folder = {}, ""
+    files: dict[str, str] = {}
+    folders: list[str] = []
     for line in block[1].splitlines():
-        match = re.fullmatch(r"(  |    )(\S+)(?: +(\S.*))?", line)
+        match = re.fullmatch(r"((?:  )+)(\S+)(?: +(\S.*))?", line)
         assert match, f"README.md, tree: cannot read {line!r}; write two spaces a level, the name, and a phrase"
         depth, entry, phrase = len(match[1]) // 2, match[2], match[3] or ""
+        folders = folders[: depth - 1]
         if entry.endswith("/"):
-            folder = entry
+            folders.append(entry)
         else:
-            files[(folder if depth == 2 else "") + entry] = phrase
+            files["".join(folders) + entry] = phrase
     return files
 
 
