@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Show, explain and check configurations.")
 app.add_typer(config_app, name="config")
+data_app = typer.Typer(no_args_is_help=True, help="Look at training data.")
+app.add_typer(data_app, name="data")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, a YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -81,6 +83,17 @@ def quickstart(
     from covey.tools import quickstart as tool
 
     _report(tool.run(out, seed, json=as_json), as_json)
+
+
+@app.command()
+def preprocess(file: File, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Turn raw rows into training rows, as MindSpeed-RL's preprocessing does, and report what was dropped and why.
+
+    `covey preprocess deepscaler.yaml --set workers=8`; the YAML is MindSpeed-RL's dataset file.
+    """
+    from covey.data import preprocess as tool
+
+    _report(tool.run(file, overrides or [], quiet=as_json), as_json)
 
 
 @app.command()
@@ -157,6 +170,25 @@ def show(
     from covey.tools import show as tool
 
     tool.show(run, step, json=as_json, prompt=prompt, limit=limit)
+
+
+@data_app.command("stats")
+def data_stats(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Output of covey preprocess.", show_default=False)],
+    max_prompt_length: Annotated[
+        int | None,
+        typer.Option("--max-prompt-length", min=1, help="Also the share of prompts longer than this, tokens."),
+    ] = None,
+    max_response_length: Annotated[
+        int | None, typer.Option("--max-response-length", min=1, help="The same for reference responses.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print row counts and length percentiles of preprocessed data, and what limits would cut."""
+    from covey.data import stats as tool
+
+    limits = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
+    _report(tool.run(file, **limits, quiet=as_json), as_json)
 
 
 @config_app.command("show")

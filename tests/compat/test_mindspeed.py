@@ -126,7 +126,8 @@ def test_the_files_run_with_paths_sizes_and_device_given_on_the_command_line() -
     ]
     for name in ("grpo_qwen25_7b_A3", "grpo_qwen25_32b_A3"):
         config = load_any(FIXTURES / f"configs/{name}.yaml", overrides).config
-        assert (config.model.path, config.train.steps, config.device) == ("./tiny", 2, "cpu")
+        assert (config.model.path, config.model.tokenizer) == ("./tiny", None)  # the tokenizer comes with the model
+        assert (config.train.steps, config.device) == (2, "cpu")
         assert (config.train.batch_size, config.algorithm.mini_batch_size) == (4, 2)
 
 
@@ -260,7 +261,8 @@ def test_a_megatron_checkpoint_is_recognised_and_a_hugging_face_one_is_used(tmp_
     assert "--set model.path=./model" in report.sentence
     assert check_file(path, ["model.path=./model"]).verdict == "runs"
     (weights / "config.json").write_text("{}")
-    assert load_any(path).config.model.path == str(weights)
+    model = load_any(path).config.model
+    assert (model.path, model.tokenizer) == (str(weights), "./model")
 
 
 def test_runtime_env_becomes_text_and_the_shell_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

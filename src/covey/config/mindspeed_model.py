@@ -26,12 +26,14 @@ def checkpoint_kind(path: str | Path) -> str | None:
 def load(value: Any, run: Conversion) -> Finding:
     """Upstream: a Megatron-core checkpoint, split for one layout. Here: a Hugging Face directory."""
     kind = checkpoint_kind(str(value))
+    tokenizer = run.get("megatron_training", "tokenizer_name_or_path")
     if "model.path" in run.overridden:
         return Finding("mapped", "model.path is given by --set")
     if kind == "hf":
         run.set("model.path", str(value))
+        if tokenizer is not None:
+            run.set("model.tokenizer", str(tokenizer))
         return Finding("honoured", "model.path: a Hugging Face directory")
-    tokenizer = run.get("megatron_training", "tokenizer_name_or_path")
     if kind == "megatron":
         return Finding(
             "not supported",
@@ -51,10 +53,8 @@ def finetune(value: Any, run: Conversion) -> Finding:
 
 def tokenizer_path(value: Any, run: Conversion) -> Finding:
     """The Hugging Face directory: tokenizer, and weights unless `load` is one too."""
-    run.set("model.tokenizer", str(value))
-    if "model.path" not in run.native:
-        run.set("model.path", str(value))
-    return Finding("honoured", "model.tokenizer, and model.path unless `load` is a Hugging Face directory")
+    run.set("model.path", str(value))
+    return Finding("honoured", "model.path; the tokenizer alone when `load` is a Hugging Face directory too")
 
 
 def read_checkpoint(path: str | None) -> dict[str, Any] | None:
