@@ -218,14 +218,14 @@ class DecodePlan:
     """One new token for every row of every wave, waves one after another in the packed row."""
 
     def __init__(self, waves: list[Wave]) -> None:
-        self._waves = waves
+        self.waves = waves
         for wave in waves:
             wave.start_token()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(S, N, H) for all rows."""
         outputs, start = [], 0
-        for wave in self._waves:
+        for wave in self.waves:
             rows = slice(start, start + wave.num_rows)
             outputs.append(wave.attend(layer, query[:, rows], key[:, rows], value[:, rows], scale))
             start = rows.stop

@@ -96,7 +96,7 @@ def _draw_filtered(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
     vocab = logits.shape[1]
     limit = min(sampling.top_k or vocab, vocab)
     log_total = logits.logsumexp(-1, keepdim=True)
-    look = min(limit, _FIRST_LOOK)
+    look = limit if sampling.top_k else min(limit, _FIRST_LOOK)
     values, ids = logits.topk(look, dim=-1)
     kept, closed = _kept_prefix(values, log_total, sampling, whole=look == limit)
     result = _draw_prefix(values, ids, kept, uniform)
@@ -122,7 +122,7 @@ def _kept_prefix(values: Tensor, log_total: Tensor, sampling: Sampling, *, whole
     if sampling.min_p > 0:
         keep &= probs >= sampling.min_p * probs[:, :1]
     if sampling.top_p < 1:
-        # the mass top-p counts against is what top-k kept; a first look that is smaller than V has top_k off or larger
+        # top-p counts against the mass that top-k kept; without top-k that is everything, seen or not
         mass = probs.cumsum(-1)
         total = mass[:, -1:] if whole else torch.ones_like(log_total)
         keep &= (mass - probs) < sampling.top_p * total
