@@ -91,6 +91,9 @@ METRICS: dict[str, Metric] = {
     "actor/lr": Metric("1", "Learning rate of the step's last optimizer step.", "same"),
     "actor/skipped_steps": Metric("count", "Optimizer steps left out because their gradient was not finite.", "same"),
     "actor/nonfinite_tokens": Metric("count", "Response tokens left out of the loss: their ratio was not finite."),
+    "update/token_imbalance": Metric(
+        "share", "How many more packed tokens the busiest data-parallel rank ran than the mean; 0: perfect balance."
+    ),
     "e2e_tps": Metric(
         "tokens/s", "Tokens per device and second of timing/all; a prompt counts once per response, as in MindSpeed-RL."
     ),

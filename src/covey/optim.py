@@ -7,13 +7,19 @@ step of lr 1e-6 is below the spacing of bfloat16 numbers and would otherwise be 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from covey.config.schema import TrainConfig
+from covey.distributed.fsdp import local_tensor
+
+
+def total_norm(grads: Sequence[Tensor | None]) -> Tensor:
+    """Norm of a gradient that this process holds whole."""
+    return torch.nn.utils.get_total_norm([g for g in grads if g is not None])
 
 
 def learning_rate(optimizer_step: int, config: TrainConfig, total_steps: int) -> float:
@@ -31,9 +37,17 @@ def learning_rate(optimizer_step: int, config: TrainConfig, total_steps: int) ->
 class Optimizer:
     """AdamW over fp32 masters of a model's trainable parameters (the parameters themselves where they are fp32)."""
 
-    def __init__(self, parameters: Iterable[Tensor], config: TrainConfig) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        config: TrainConfig,
+        *,
+        norm: Callable[[Sequence[Tensor | None]], Tensor] = total_norm,
+    ) -> None:
+        """norm: of the whole gradient, from the gradients that this process holds, in the parameters' order."""
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        self.masters = [_master(p) for p in self.parameters]
+        self._norm = norm
         decayed = [m for m in self.masters if m.dim() >= 2]
         others = [m for m in self.masters if m.dim() < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -49,8 +63,8 @@ class Optimizer:
         """
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-        norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+                master.grad = None if parameter.grad is None else local_tensor(parameter.grad).float()
+        norm = self._norm([master.grad for master in self.masters])
         if math.isfinite(value := float(norm)):
             if self.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.max_grad_norm, norm)
@@ -59,15 +73,15 @@ class Optimizer:
             self._adamw.step()
             with torch.no_grad():
                 for parameter, master in zip(self.parameters, self.masters, strict=True):
-                    if master is not parameter:
-                        parameter.copy_(master)
+                    if parameter.dtype != torch.float32:
+                        local_tensor(parameter).copy_(master)
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
         return value
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, and the masters where they are more exact than the weights."""
-        masters = [None if m is p else m for p, m in zip(self.parameters, self.masters, strict=True)]
+        masters = [None if p.dtype == m.dtype else m for p, m in zip(self.parameters, self.masters, strict=True)]
         return {"adamw": self._adamw.state_dict(), "masters": masters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -82,3 +96,11 @@ class Optimizer:
             for master, saved in zip(self.masters, state["masters"], strict=True):
                 if saved is not None:
                     master.copy_(saved)
+
+
+def _master(parameter: Tensor) -> Tensor:
+    """The fp32 numbers that AdamW updates: the parameter or this rank's piece of it, or a copy of a 16-bit one."""
+    if parameter.dtype != torch.float32:
+        return local_tensor(parameter).detach().float()
+    local = local_tensor(parameter)
+    return parameter if local is parameter else local.detach()

@@ -8,7 +8,8 @@ does not change the gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,14 +17,20 @@ import torch
 from torch import Tensor
 
 from covey.algorithm.aggregation import token_weights
-from covey.algorithm.kl import KL_ESTIMATORS
-from covey.algorithm.logprobs import chunk_rows, logprobs_and_entropy
-from covey.algorithm.losses import LOSSES, LossOptions
+from covey.algorithm.correction import high_entropy_tokens
+from covey.algorithm.kl import KlController
+from covey.algorithm.losses import LossOptions, find_loss
+from covey.algorithm.objective import Objective, Tokens, token_objective
 from covey.config.schema import AlgorithmConfig
+from covey.distributed.collectives import sum_tensor
+from covey.distributed.fsdp import Sharding, full_tensor
+from covey.distributed.mesh import Mesh
+from covey.models.architectures import layers_of
 from covey.models.attention import PackedPlan
-from covey.models.load import head_weight
 from covey.models.packing import pack, response_lengths
-from covey.types import Group, PackedBatch, StepBatch, StepStats
+from covey.models.scoring import ScoringModel
+from covey.totals import UpdateTotals
+from covey.types import Group, PackedBatch, Segment, StepBatch, StepStats
 
 
 class _Optimizer(Protocol):
@@ -41,38 +48,48 @@ class ForwardLimits:
 class Policy:
     """A causal language model that scores and learns from groups. Also serves as the frozen reference."""
 
-    def __init__(self, model: Any, *, device: torch.device, temperature: float, limits: ForwardLimits) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: torch.device,
+        temperature: float,
+        limits: ForwardLimits,
+        mesh: Mesh | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """mesh: the ranks that share the model; with more than one its weights become pieces (distributed/fsdp.py)."""
         self.model = model
         self.device = device
         self.temperature = temperature
         self.limits = limits
         self.optimizer_steps = 0
+        self.kl_coef: float | None = None  # as kl_target has steered it; None: the configured one
+        self.mesh = mesh or Mesh()
+        self._scoring = ScoringModel(
+            model,
+            temperature=temperature,
+            logits_chunk_bytes=limits.logits_chunk_bytes,
+            whole=self.mesh.world == 1,
+        )
+        self._sharding: Sharding | None = None
+        if self.mesh.world > 1:
+            self._sharding = Sharding(self._scoring, layers_of(model), self.mesh, compute_dtype=compute_dtype)
+            self._run_once()
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of a micro-batch's response tokens, both (n,) fp32, differentiable."""
-        hidden = self.model.base_model(
-            input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.position_ids.unsqueeze(0),
-            plan=PackedPlan(batch.segments, self.device),
-            use_cache=False,
-        ).last_hidden_state[0]
-        weight = head_weight(self.model)
-        return logprobs_and_entropy(
-            hidden.index_select(0, batch.target_rows),
-            weight,
-            batch.target_ids,
-            temperature=self.temperature,
-            rows_per_chunk=chunk_rows(weight.shape[0], self.limits.logits_chunk_bytes),
-        )
+        plan = PackedPlan(batch.segments, self.device)
+        return self._scoring(batch.input_ids, batch.position_ids, plan, batch.target_rows, batch.target_ids)
 
-    @torch.no_grad()
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, this rank holds the whole weights and the model runs without other ranks; all ranks must enter."""
+        return nullcontext() if self._sharding is None else self._sharding.gathered()
+
     def logprobs(self, groups: list[Group]) -> Tensor:
-        """Log-probabilities (N,) of all response tokens in canonical order."""
-        out = torch.zeros(sum(response_lengths(groups)), dtype=torch.float32, device=self.device)
+        """Log-probabilities (N,) of all response tokens of the step in canonical order, on every rank."""
         self.model.eval()
-        for batch in self._pack(groups):
-            out[batch.token_index] = self.forward(batch)[0]
-        return out
+        return self._scores(groups, 0)
 
     def needs_old_logprobs(self, algorithm: AlgorithmConfig, num_prompts: int) -> bool:
         """False when the whole rollout is one optimizer step: then the old policy is the current one, exactly."""
@@ -95,34 +112,113 @@ class Policy:
         num_prompts = len(batch.groups)
         mini = algorithm.mini_batch_size or num_prompts
         step = _StepTensors(batch, self.device)
-        totals = _Totals()
+        objective = self._objective(algorithm)
+        totals = UpdateTotals()
         for epoch in range(algorithm.epochs):
             for start in range(0, num_prompts, mini):
                 chosen = list(range(start, min(start + mini, num_prompts)))
                 weights = self._response_weights(batch, chosen, algorithm, max_response_length)
-                for micro in self._pack(batch.groups, chosen):
-                    loss = self._micro_loss(micro, step, weights, algorithm, totals, first=epoch == 0)
-                    loss.backward()
+                if algorithm.top_entropy_share < 1.0:
+                    step.keep = self._high_entropy_tokens(batch.groups, chosen, algorithm.top_entropy_share)
+                micros = self._pack(batch.groups, chosen)
+                for i, micro in enumerate(micros):
+                    loss = self._micro_loss(micro, step, weights, objective, totals, first=epoch == 0)
+                    self._backward(loss, last=i + 1 == len(micros))
                 rate = lr(self.optimizer_steps)
                 totals.add_optimizer_step(optimizer.step(rate), rate)
                 self.optimizer_steps += 1
-        return StepStats(totals.metrics(algorithm))
+        values = totals.metrics(objective, self.mesh)
+        if step.ref_logprobs is not None:
+            values["actor/kl_coef"] = objective.kl_coef
+        if algorithm.kl_target is not None and "actor/kl_loss" in values:
+            controller = KlController(objective.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+            num_responses = sum(len(group.responses) for group in batch.groups)
+            self.kl_coef = controller.update(kl=values["actor/kl_loss"], num_responses=num_responses).coef
+        return StepStats(values)
+
+    def _objective(self, algorithm: AlgorithmConfig) -> Objective:
+        return Objective(
+            loss=find_loss(algorithm.loss),
+            options=LossOptions(
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                dual_clip=algorithm.dual_clip,
+                sequence_ratio=algorithm.sequence_ratio,
+                sapo_temperature_pos=algorithm.sapo_temperature_pos,
+                sapo_temperature_neg=algorithm.sapo_temperature_neg,
+                vespo_pos=algorithm.vespo_pos,
+                vespo_neg=algorithm.vespo_neg,
+            ),
+            kl_coef=algorithm.kl_coef if self.kl_coef is None else self.kl_coef,
+            kl_estimator=algorithm.kl_estimator,
+            kl_importance_weighted=algorithm.kl_importance_weighted,
+            entropy_coef=algorithm.entropy_coef,
+            rollout_correction=None if algorithm.rollout_correction == "none" else algorithm.rollout_correction,
+            rollout_ratio_low=algorithm.rollout_ratio_low,
+            rollout_ratio_high=algorithm.rollout_ratio_high,
+            off_policy_max_kl=algorithm.off_policy_max_kl,
+        )
+
+    def _high_entropy_tokens(self, groups: list[Group], chosen: list[int], share: float) -> Tensor:
+        """(N,) bool: the tokens of highest entropy among those of the chosen groups, before their optimizer step."""
+        entropy = self._scores(groups, 1, chosen)
+        in_group = [torch.full((sum(response_lengths([g])),), p in set(chosen)) for p, g in enumerate(groups)]
+        of_chosen = torch.cat(in_group).to(self.device)
+        keep = torch.zeros_like(of_chosen)
+        keep[of_chosen] = high_entropy_tokens(entropy[of_chosen], share=share)
+        return keep
 
     def imitate(self, groups: list[Group], *, optimizer: _Optimizer, lr: float) -> dict[str, float]:
         """One optimizer step on demonstrations (groups of one response): mean cross-entropy per response token."""
         self.model.train()
         num_tokens = sum(response_lengths(groups))
         total = torch.zeros((), device=self.device)
-        for batch in self._pack(groups):
+        batches = self._pack(groups)
+        for i, batch in enumerate(batches):
             loss = -self.forward(batch)[0].sum() / num_tokens
-            loss.backward()
+            self._backward(loss, last=i + 1 == len(batches))
             total += loss.detach()
+        sum_tensor(total, self.mesh.dp_group, what="loss of the demonstrations")
         norm = optimizer.step(lr)
         self.optimizer_steps += 1
         return {"sft/loss": float(total), "actor/grad_norm": norm, "actor/lr": lr}
 
+    @torch.no_grad()
+    def _scores(self, groups: list[Group], which: int, only: list[int] | None = None) -> Tensor:
+        """(N,) log-probabilities (which=0) or entropies (1) of all ranks' tokens; 0 for groups that are left out."""
+        out = torch.zeros(sum(response_lengths(groups)), dtype=torch.float32, device=self.device)
+        for batch in self._pack(groups, only):
+            out[batch.token_index] = self.forward(batch)[which]
+        if self._sharding is not None:
+            self._sharding.reshard()
+        return sum_tensor(out, self.mesh.dp_group, what="log-probabilities of the step")
+
+    def _run_once(self) -> None:
+        """FSDP2 takes the first module that runs for the root: let it be the real one, not a layer in a rollout."""
+        assert self._sharding is not None
+        one = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            self._scoring(one, one, PackedPlan([Segment(0, 1, None)], self.device), one, one)
+        self._sharding.reshard()
+
     def _pack(self, groups: list[Group], only: list[int] | None = None) -> list[PackedBatch]:
-        return pack(groups, max_tokens=self.limits.max_tokens_per_micro_batch, device=self.device, only=only)
+        """This rank's micro-batches."""
+        return pack(
+            groups,
+            max_tokens=self.limits.max_tokens_per_micro_batch,
+            device=self.device,
+            only=only,
+            rank=self.mesh.dp_rank,
+            world=self.mesh.dp,
+            context_cost=1.0 / (6 * self.model.config.get_text_config().hidden_size),
+        )
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """Gradients are summed over ranks once, with the last micro-batch of an optimizer step."""
+        if self._sharding is not None:
+            self._sharding.sync_gradients(last)
+            loss = loss * self._sharding.loss_scale
+        loss.backward()
 
     def _response_weights(
         self, batch: StepBatch, chosen: list[int], algorithm: AlgorithmConfig, max_response_length: int
@@ -148,45 +244,53 @@ class Policy:
         micro: PackedBatch,
         step: _StepTensors,
         weights: Tensor,
-        algorithm: AlgorithmConfig,
-        totals: _Totals,
+        objective: Objective,
+        totals: UpdateTotals,
         *,
         first: bool,
     ) -> Tensor:
         """The micro-batch's part of the optimizer step's loss."""
         logprobs, entropy = self.forward(micro)
+        totals.packed_tokens += micro.num_tokens
+        if not micro.response_ids:  # nothing was left for this rank, which must run all the same
+            return logprobs.sum()
         response = torch.tensor(micro.response_ids, device=self.device)[micro.response_index]
-        weight, advantages = weights[response], step.advantages[response]
+        weight = weights[response]
         old = logprobs.detach() if step.old_logprobs is None else step.old_logprobs[micro.token_index]
-        options = LossOptions(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
-        tokens = LOSSES[algorithm.loss](
-            logprobs, old, advantages, micro.response_index, len(micro.response_ids), options
+        out = token_objective(
+            Tokens(
+                logprobs=logprobs,
+                entropy=entropy,
+                old_logprobs=old,
+                rollout_logprobs=step.rollout_logprobs[micro.token_index],
+                ref_logprobs=None if step.ref_logprobs is None else step.ref_logprobs[micro.token_index],
+                advantages=step.advantages[response],
+                response_index=micro.response_index,
+                num_responses=len(micro.response_ids),
+                keep=None if step.keep is None else step.keep[micro.token_index],
+            ),
+            objective,
         )
-        loss = tokens.loss
-        kl = None
-        if step.ref_logprobs is not None:
-            kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, step.ref_logprobs[micro.token_index])
-            loss = loss + algorithm.kl_coef * kl
-        if algorithm.entropy_coef:
-            loss = loss - algorithm.entropy_coef * entropy
-        weighted = (loss * weight).sum()
+        weighted = (out.total * weight).sum()
         totals.add_tokens(
             tokens=torch.ones_like(old),
             loss=weighted,
-            pg_loss=(tokens.loss * weight),
+            pg_loss=out.policy.loss * weight,
             entropy=entropy,
-            clipped=tokens.clipped,
-            ppo_kl=torch.where(tokens.finite, old - logprobs, 0.0),
-            nonfinite=~tokens.finite,
-            **({} if kl is None else {"kl": kl}),
+            clipped=out.policy.clipped,
+            ppo_kl=torch.where(out.policy.finite, old - logprobs, 0.0),
+            nonfinite=~out.policy.finite,
+            **({} if out.kl is None else {"kl": out.kl}),
+            **({} if out.rollout_weight is None else {"rollout_weight": out.rollout_weight}),
         )
         if first:  # before any optimizer step of this rollout has moved the policy
             totals.add_gap(old - step.rollout_logprobs[micro.token_index])
         return weighted
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Named weights as Hugging Face spells them."""
-        yield from self.model.state_dict().items()
+        """Named weights as Hugging Face spells them, whole; sharded ones are gathered one by one, on all ranks."""
+        for name, tensor in self.model.state_dict().items():
+            yield name, full_tensor(tensor)
 
 
 class _StepTensors:
@@ -196,65 +300,6 @@ class _StepTensors:
         self.advantages = torch.tensor(batch.advantages.reshape(-1), dtype=torch.float32, device=device)
         self.old_logprobs = batch.old_logprobs
         self.ref_logprobs = batch.ref_logprobs
+        self.keep: Tensor | None = None  # (N,) bool, tokens whose policy loss counts; None: all
         sampled = [lp for group in batch.groups for response in group.responses for lp in response.logprobs]
         self.rollout_logprobs = torch.tensor(sampled, dtype=torch.float32, device=device)
-
-
-@dataclass
-class _Totals:
-    """Sums over the micro-batches of an update; read from the device once, at the end."""
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    gap_max: Tensor | None = None
-    grad_norms: list[float] = field(default_factory=list)
-    lr: float = 0.0
-
-    def add_tokens(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            total = value.detach().float().sum()
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
-
-    def add_gap(self, gap: Tensor) -> None:
-        size = gap.abs()
-        self.add_tokens(
-            gap_tokens=torch.ones_like(gap),
-            gap=size,
-            gap_large=size > 0.1,
-            gap_k3=torch.expm1(gap.clamp(-20, 20)) - gap,
-        )
-        largest = size.max() if size.numel() else size.new_zeros(())
-        self.gap_max = largest if self.gap_max is None else torch.maximum(self.gap_max, largest)
-
-    def add_optimizer_step(self, grad_norm: float, lr: float) -> None:
-        self.grad_norms.append(grad_norm)
-        self.lr = lr
-
-    def metrics(self, algorithm: AlgorithmConfig) -> dict[str, float]:
-        """Metrics under the names of metrics.py."""
-        sums = {name: float(value) for name, value in self.sums.items()}
-        finite = [norm for norm in self.grad_norms if np.isfinite(norm)]
-        values = {
-            "actor/lr": self.lr,
-            "actor/skipped_steps": float(len(self.grad_norms) - len(finite)),
-        }
-        if finite:
-            values["actor/grad_norm"] = float(np.mean(finite))
-        num_tokens = sums.get("tokens", 0.0)
-        if not num_tokens:
-            return values
-        steps = max(1, len(self.grad_norms))
-        values |= {
-            "actor/loss": sums["loss"] / steps,
-            "actor/pg_loss": sums["pg_loss"] / steps,
-            "actor/entropy": sums["entropy"] / num_tokens,
-            "actor/pg_clipfrac": sums["clipped"] / num_tokens,
-            "actor/ppo_kl": sums["ppo_kl"] / num_tokens,
-            "actor/nonfinite_tokens": sums["nonfinite"],
-            "rollout/logprob_gap_mean": sums["gap"] / sums["gap_tokens"],
-            "rollout/logprob_gap_max": float(self.gap_max) if self.gap_max is not None else 0.0,
-            "rollout/logprob_gap_share": sums["gap_large"] / sums["gap_tokens"],
-            "rollout/mismatch_k3": sums["gap_k3"] / sums["gap_tokens"],
-        }
-        if algorithm.kl_coef and "kl" in sums:
-            values["actor/kl_loss"] = sums["kl"] / num_tokens
-        return values

@@ -5,6 +5,7 @@ Processes are forked from a server that has imported torch and Covey once, so th
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import queue
@@ -54,7 +55,7 @@ def _collect(processes: list[Any], results: Any, world: int) -> list[Any]:
             assert time.monotonic() < end, f"ranks {sorted(set(range(world)) - set(found))} gave no result"
             continue
         assert error is None, f"rank {rank}:\n{error}"
-        found[rank] = value
+        found[rank] = torch.load(io.BytesIO(value), weights_only=False)
     return [found[rank] for rank in range(world)]
 
 
@@ -69,7 +70,9 @@ def _worker(rank: int, world: int, port: int, results: Any, function: Callable[.
             "MASTER_PORT": str(port),
         }
     try:
-        results.put((rank, function(*args), None))
+        packed = io.BytesIO()  # tensors by value: the process ends before the parent reads them
+        torch.save(function(*args), packed)
+        results.put((rank, packed.getvalue(), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise

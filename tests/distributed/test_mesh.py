@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.distributed.harness import run
 
 from covey.distributed import collectives, mesh
-from tests.distributed.harness import run
 
 
 def _place(sizes: dict[str, int]) -> dict[str, object]:

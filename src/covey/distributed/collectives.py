@@ -76,6 +76,6 @@ def _failed(what: str, group: ProcessGroup, error: RuntimeError) -> CollectiveEr
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     ranks = dist.get_process_group_ranks(group)
     return CollectiveError(
-        f"rank {dist.get_rank()} waited for ranks {ranks} in {what!r}, which did not complete: {first}. One of them died or "
-        "is slower than parallel.timeout_s; its own message is the first cause"
+        f"rank {dist.get_rank()} waited for ranks {ranks} in {what!r}, which did not complete: {first}. One of them "
+        "died or is slower than parallel.timeout_s; its own message is the first cause"
     )

@@ -56,14 +56,17 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
+        """Which micro-batches this rank runs."""
         return self.rank // (self.cp * self.tp)
 
     @property
     def cp_rank(self) -> int:
+        """Which part of a micro-batch's tokens it holds."""
         return self.rank // self.tp % self.cp
 
     @property
     def tp_rank(self) -> int:
+        """Which part of every matrix it holds."""
         return self.rank % self.tp
 
     @property
@@ -89,7 +92,7 @@ class Mesh:
         product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
         return {
             "processes": f"{product} = {self.world}",
-            "weights and optimizer": f"each rank holds 1/{self.dp_shard * self.cp * self.tp}, {self.dp_replicate} copies",
+            "weights": f"each rank holds 1/{self.dp_shard * self.cp * self.tp}; {self.dp_replicate} copies",
             "rollout": f"the prompts in {self.num_data} parts"
             + (f", each on {self.tp} tensor-parallel ranks" if self.tp > 1 else ""),
         }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from covey.models.balance import row_cost, spread
 from covey.types import Group, PackedBatch, Segment
 
 
@@ -32,17 +33,28 @@ def pack(
     device: torch.device,
     share_prompts: bool = True,
     only: Sequence[int] | None = None,
+    rank: int = 0,
+    world: int = 1,
+    context_cost: float = 0.0,
 ) -> list[PackedBatch]:
     """Micro-batches of at most `max_tokens` packed tokens that together hold every response once.
 
     A response whose prompt and tokens alone exceed the budget still gets a micro-batch of its own. Responses without
     tokens are left out. `only`: the groups to pack (a mini-batch); token_index always counts over all groups.
     share_prompts=False repeats the prompt for every response: the plain layout, for comparisons.
+
+    world > 1: only the micro-batches of `rank`. All ranks get equally many and about the same work (context_cost as in
+    balance.row_cost); one for which nothing is left runs a prompt without responses.
     """
     chosen = range(len(groups)) if only is None else only
     rows = [row for p in chosen for row in _rows(p, groups[p], max_tokens if share_prompts else 0)]
     offsets = _token_offsets(groups)
-    return [_build(groups, rows_of_bin, offsets, device) for rows_of_bin in _fill_bins(rows, max_tokens)]
+    if world == 1:
+        return [_build(groups, rows_of_bin, offsets, device) for rows_of_bin in _fill_bins(rows, max_tokens)]
+    filler = _Row(shortest := min(chosen, key=lambda p: len(groups[p].prompt.input_ids)), [], 0)
+    filler.num_tokens = len(groups[shortest].prompt.input_ids)
+    bins = _bins_of_rank(groups, rows, max_tokens, rank, world, context_cost)
+    return [_build(groups, rows_of_bin or [filler], offsets, device) for rows_of_bin in bins]
 
 
 def response_lengths(groups: Sequence[Group]) -> list[int]:
@@ -90,6 +102,29 @@ def _fill_bins(rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
             bins.append([row])
             room.append(max_tokens - row.num_tokens)
     return [sorted(b, key=lambda r: (r.group, r.samples[0])) for b in bins]
+
+
+def _bins_of_rank(
+    groups: Sequence[Group], rows: list[_Row], max_tokens: int, rank: int, world: int, context_cost: float
+) -> list[list[_Row]]:
+    rows = list(rows)
+    while len(rows) < world and (largest := max(rows, key=lambda r: len(r.samples))).samples[1:]:
+        rows.remove(largest)  # fewer rows than ranks: halve one, repeating its prompt
+        half = len(largest.samples) // 2
+        rows += [_row_of(groups, largest.group, part) for part in (largest.samples[:half], largest.samples[half:])]
+    costs = []
+    for row in rows:
+        group = groups[row.group]
+        lengths = [len(group.responses[sample].token_ids) - 1 for sample in row.samples]
+        costs.append(row_cost(row.num_tokens, len(group.prompt.input_ids), lengths, context_cost=context_cost))
+    bins = spread(costs, [row.num_tokens for row in rows], max_tokens=max_tokens, world=world)[rank]
+    return [[rows[i] for i in rows_of_bin] for rows_of_bin in bins]
+
+
+def _row_of(groups: Sequence[Group], index: int, samples: list[int]) -> _Row:
+    group = groups[index]
+    num_responses = sum(len(group.responses[sample].token_ids) - 1 for sample in samples)
+    return _Row(index, samples, len(group.prompt.input_ids) + num_responses)
 
 
 def _build(groups: Sequence[Group], rows: list[_Row], offsets: list[list[int]], device: torch.device) -> PackedBatch:

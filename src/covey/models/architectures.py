@@ -1,0 +1,64 @@
+"""What parallelism must know of a family: where its layers are, and how each matrix may be cut. Data only.
+
+A family without a row runs on one process and data parallel (its layers are found by `layers_of`); tensor parallelism
+needs a row. Names are those of transformers' modules, relative to a decoder layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One decoder family.
+
+    Example: Qwen3 cuts q, k, v, gate and up by rows of the weight (each rank gets some heads or channels), o and down
+    by columns (each rank gives a partial sum), and repeats q_norm and k_norm, which see only the rank's heads.
+    """
+
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    column: tuple[str, ...] = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )
+    row: tuple[str, ...] = ("self_attn.o_proj", "mlp.down_proj")
+    head_norms: tuple[str, ...] = ()  # repeated weights applied to single heads
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(head_norms=("self_attn.q_norm", "self_attn.k_norm")),
+}
+
+
+def architecture(model: Any, why: str) -> Architecture:
+    """The row of a model's family; ValueError with the known ones when there is none. `why` names what needs it."""
+    kind = model.config.model_type
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"{why} is not available for model_type {kind!r} (known: {', '.join(sorted(ARCHITECTURES))}): add a row to "
+            "covey.models.architectures.ARCHITECTURES, or set the degree to 1"
+        )
+    return ARCHITECTURES[kind]
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The decoder layers of a causal language model."""
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{type(model).__name__} keeps its decoder layers elsewhere than in `base_model.layers`, so its weights "
+            "cannot be sharded; run it on one process"
+        )
+    return layers
