@@ -44,6 +44,7 @@ class BuiltIn:
 REWARDS: dict[str, BuiltIn] = {
     "math": BuiltIn("covey.rewards.math_answer:math_reward"),
     "answer": BuiltIn("covey.rewards.math_answer:answer_reward"),
+    "code": BuiltIn("covey.rewards.code_tests:code_reward", settings=("sandbox",)),
     "format": BuiltIn("covey.rewards.rules:format_reward"),
 }
 

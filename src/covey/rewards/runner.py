@@ -31,7 +31,7 @@ __all__ = ["RewardError", "Scorer", "Scores"]
 log = logging.getLogger(__name__)
 
 
-class RewardError(RuntimeError):
+class RewardError(ValueError):
     """A reward function failed and reward.on_error is `raise`."""
 
 
@@ -257,9 +257,9 @@ class Scorer:
         for outcome in outcomes:
             if outcome.status in ("ok", "none"):
                 continue
-            message = f"reward {spec.label!r}: {outcome.status} ({outcome.error})\n{outcome.detail}"
-            if self._config.on_error == "raise":
-                raise RewardError(message)
+            message = f"reward {spec.label!r}: {outcome.status} ({outcome.error})"
             if (spec.label, outcome.error) not in self._logged:
                 self._logged.add((spec.label, outcome.error))
-                log.warning("%s\n(further ones of this kind are only counted)", message.rstrip())
+                log.warning("%s\n%s\n(further ones of this kind are only counted)", message, outcome.detail.rstrip())
+            if self._config.on_error == "raise":
+                raise RewardError(f"{message}; reward.on_error is raise, so the run ends here")
