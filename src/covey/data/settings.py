@@ -8,24 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from covey.config.load import load_tree, validate_tree
 from covey.config.schema import PositiveInt, Section
 from covey.config.yaml_tree import Tree
 
 
-def _split(value: Any) -> Any:
-    """Upstream writes lists as text: "0.3,0.7"."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) and "," in value else value
-
-
 class PreprocessConfig(Section):
     """What to read, how to ask it, where to write it."""
 
-    input: Annotated[str | list[str], BeforeValidator(_split)]
+    input: str | list[str]
     """File, directory or hub id (json, jsonl, parquet, csv, arrow), or several of them."""
     output_prefix: str
     """Writes PREFIX.parquet and PREFIX.manifest.json; the parent directory must exist."""
@@ -51,7 +46,7 @@ class PreprocessConfig(Section):
     """Leave out rows whose prompt came before."""
     seed: int = 1234
     """Seeds the draw of `interleave_probs`."""
-    interleave_probs: Annotated[list[float] | None, BeforeValidator(_split)] = None
+    interleave_probs: list[float] | None = None
     """Draw rows of several inputs with these probabilities until one of them ends."""
     format: Literal["parquet", "megatron"] = "parquet"
     """megatron: write PREFIX_packed_KEY_document.bin and .idx too."""
@@ -121,6 +116,10 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Prep
         for key in [key for key in tree.data if key in LEGACY]:
             warnings.append(f"{tree.place((key,))}: {key} has no effect: {LEGACY[key]}")
             del tree.data[key]
+        for key in ("input", "interleave_probs"):  # upstream writes lists as text: "0.3,0.7"
+            value = tree.data.get(key)
+            if isinstance(value, str) and "," in value and not Path(value).exists():
+                tree.data[key] = [part.strip() for part in value.split(",")]
     return validate_tree(tree, PreprocessConfig).config, warnings
 
 
