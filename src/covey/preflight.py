@@ -104,7 +104,7 @@ def facts(
             "rewards": rewards or "by task",
         },
         "Each step": {
-            "preset": describe_preset(algorithm.model_dump()),
+            "preset": describe_preset(algorithm.preset, algorithm.model_dump()),
             "responses": f"{train.batch_size} prompts x G {rollout.num_samples} = {num_responses}",
             "optimizer steps": f"{algorithm.epochs} epochs x {train.batch_size // mini} mini-batches of {mini} prompts "
             f"({mini * rollout.num_samples} responses) = {per_step}; {train.steps * per_step} in all",

@@ -73,9 +73,8 @@ def apply_preset(tree: Tree) -> None:
     tree.data["algorithm"] = merged
 
 
-def describe_preset(algorithm: Mapping[str, Any]) -> str:
+def describe_preset(name: str | None, algorithm: Mapping[str, Any]) -> str:
     """One line: what the preset of this section set, and which of its keys were given otherwise."""
-    name = algorithm.get("preset")
     if name is None:
         return "none"
     parts = [
