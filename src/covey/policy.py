@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,11 +23,12 @@ from covey.algorithm.kl import KlController
 from covey.algorithm.losses import LossOptions, find_loss
 from covey.algorithm.objective import Objective, Tokens, token_objective
 from covey.config.schema import AlgorithmConfig
-from covey.distributed.collectives import sum_tensor
+from covey.distributed.collectives import sum_tensor, wait_for_all
 from covey.distributed.fsdp import Sharding, full_tensor
 from covey.distributed.mesh import Mesh
 from covey.models.architectures import layers_of
 from covey.models.attention import PackedPlan
+from covey.models.load import export_model
 from covey.models.packing import pack, response_lengths
 from covey.models.scoring import ScoringModel
 from covey.totals import UpdateTotals
@@ -66,6 +68,7 @@ class Policy:
         self.optimizer_steps = 0
         self.kl_coef: float | None = None  # as kl_target has steered it; None: the configured one
         self.mesh = mesh or Mesh()
+        self._compute_dtype = compute_dtype
         self._scoring = ScoringModel(
             model,
             temperature=temperature,
@@ -200,6 +203,20 @@ class Policy:
         with torch.no_grad():
             self._scoring(one, one, PackedPlan([Segment(0, 1, None)], self.device), one, one)
         self._sharding.reshard()
+
+    def export(self, tokenizer: Any, directory: Path) -> None:
+        """Write the model as a Hugging Face directory; called on all ranks, written by the first."""
+        if self._sharding is None:
+            export_model(self.model, tokenizer, directory)
+            return
+        once = {name for name, _ in self.model.named_parameters()}  # a tied weight under one of its names
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self.weights():
+            if self.mesh.is_main and name in once:
+                weights[name] = tensor.to("cpu", self._compute_dtype)
+        if self.mesh.is_main:
+            export_model(self.model, tokenizer, directory, weights=weights, dtype=self._compute_dtype)
+        wait_for_all(self.mesh.world_group, what="export of the model")
 
     def _pack(self, groups: list[Group], only: list[int] | None = None) -> list[PackedBatch]:
         """This rank's micro-batches."""

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from covey.algorithm.logprobs import logprobs_and_entropy
 from covey.models import kernels
 from covey.models.attention import PackedPlan
-from covey.models.load import head_weight, prepare_model
+from covey.models.load import prepare_model
 from covey.models.packing import pack, response_lengths
+from covey.models.scoring import ScoringModel
 from covey.types import Group, Prompt, Response
 
 VOCAB, TEMPERATURE = 97, 0.7
@@ -84,28 +84,18 @@ def _reference(model, groups: list[Group]) -> tuple[torch.Tensor, torch.Tensor, 
     return torch.cat(logprobs).detach(), torch.cat(entropies).detach(), [p.grad for p in model.parameters()]
 
 
-def _packed(model, groups, *, max_tokens=10_000, share=True, checkpointing=False, chunk=7):
+def _packed(model, groups, *, max_tokens=10_000, share=True, checkpointing=False, chunk=7, whole=True):
     model = copy.deepcopy(model)
     prepare_model(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
+    scoring = ScoringModel(model, temperature=TEMPERATURE, logits_chunk_bytes=chunk * 4 * VOCAB, whole=whole)
     a, b = _coefficients(groups)
     logprobs, entropies = torch.zeros_like(a), torch.zeros_like(a)
     for batch in pack(groups, max_tokens=max_tokens, device=CPU, share_prompts=share):
-        hidden = model.model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            plan=PackedPlan(batch.segments, CPU),
-            use_cache=False,
-        ).last_hidden_state[0]
-        lp, entropy = logprobs_and_entropy(
-            hidden[batch.target_rows],
-            head_weight(model),
-            batch.target_ids,
-            temperature=TEMPERATURE,
-            rows_per_chunk=chunk,
-        )
+        plan = PackedPlan(batch.segments, CPU)
+        lp, entropy = scoring(batch.input_ids, batch.position_ids, plan, batch.target_rows, batch.target_ids)
         logprobs[batch.token_index], entropies[batch.token_index] = lp.detach(), entropy.detach()
         (lp @ a[batch.token_index] + entropy @ b[batch.token_index]).backward()
     return logprobs, entropies, [p.grad for p in model.parameters()]
@@ -136,6 +126,8 @@ def test_packed_equals_one_sequence_at_a_time(family: str, kv_heads: int, tied: 
         {"share": False, "max_tokens": 50},
         {"checkpointing": True},
         {"chunk": 1},
+        {"whole": False},
+        {"whole": False, "max_tokens": 60},
         {"chunk": 1000, "checkpointing": True, "max_tokens": 45},
     ],
 )

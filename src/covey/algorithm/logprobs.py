@@ -26,9 +26,16 @@ def logprobs_and_entropy(
     *,
     temperature: float = 1.0,
     rows_per_chunk: int,
+    add_to_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log p(target), entropy) in nats, both (n,) fp32, of softmax(hidden @ weight.T / temperature)."""
-    return _ChunkedHead.apply(hidden, weight, targets, 1.0 / temperature, rows_per_chunk)  # type: ignore[return-value]
+    """(log p(target), entropy) in nats, both (n,) fp32, of softmax(hidden @ weight.T / temperature).
+
+    add_to_grad: backward() adds the head's gradient to `weight.grad` chunk by chunk and returns none for it, which saves
+    a temporary of the weight's size. Only for an fp32 leaf whose gradient nobody else waits for (no FSDP, no hooks).
+    """
+    if add_to_grad and not (weight.is_leaf and weight.dtype == torch.float32):
+        raise ValueError("add_to_grad needs an fp32 leaf tensor")
+    return _ChunkedHead.apply(hidden, weight, targets, 1.0 / temperature, rows_per_chunk, add_to_grad)  # type: ignore[return-value]
 
 
 def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
@@ -39,7 +46,13 @@ def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tenso
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: float, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        inverse_temperature: float,
+        rows: int,
+        add_to_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
         logprobs = torch.empty(n, dtype=torch.float32, device=hidden.device)
@@ -53,17 +66,21 @@ class _ChunkedHead(torch.autograd.Function):
             logprobs[chunk] = logits.gather(1, targets[chunk, None]).squeeze(1)
             entropy[chunk] = logits.exp().mul_(logits).sum(-1).neg_()
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
-        ctx.inverse_temperature, ctx.rows = inverse_temperature, rows
+        ctx.inverse_temperature, ctx.rows, ctx.add_to_grad = inverse_temperature, rows, add_to_grad
         ctx.set_materialize_grads(False)  # an unused entropy then costs nothing in backward
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # One fp32 sum over chunks, also for bf16 weights: rounding once, not once per chunk.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            if ctx.add_to_grad and weight.grad is not None:
+                grad_weight = weight.grad
+            else:  # one fp32 sum over chunks, also for bf16 weights: rounding once, not once per chunk
+                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for i in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(i, i + ctx.rows)
             logp = _logits(hidden[chunk], weight, ctx.inverse_temperature).sub_(log_normalizer[chunk, None])
@@ -77,7 +94,9 @@ class _ChunkedHead(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), hidden[chunk])
                 else:
                     grad_weight.add_(torch.mm(grad.t(), hidden[chunk]))
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        if ctx.add_to_grad and grad_weight is not None:
+            weight.grad, grad_weight = grad_weight, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _grad_logits(

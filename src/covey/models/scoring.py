@@ -38,7 +38,7 @@ class ScoringModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of the targets, both (n,) fp32, differentiable."""
         hidden = self.model.base_model(
-            input_ids=input_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), plan=plan, use_cache=False
+            **self._inputs(input_ids), position_ids=position_ids.unsqueeze(0), plan=plan, use_cache=False
         ).last_hidden_state[0]
         weight = head_weight(self.model)
         return logprobs_and_entropy(
@@ -47,5 +47,37 @@ class ScoringModel(nn.Module):
             target_ids,
             temperature=self.temperature,
             rows_per_chunk=chunk_rows(weight.shape[0], self.logits_chunk_bytes),
-            add_to_grad=self.whole and weight.is_leaf and weight.dtype == torch.float32,
+            add_to_grad=self._adds_in_place(weight),
         )
+
+    def _inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """The ids, or their embeddings where the table's gradient can be added in place."""
+        table = self.model.get_input_embeddings()
+        plain = type(table) is nn.Embedding and table.max_norm is None and not table.scale_grad_by_freq
+        if plain and self._adds_in_place(table.weight) and torch.is_grad_enabled():
+            return {"inputs_embeds": _Embedding.apply(input_ids, table.weight, table.padding_idx).unsqueeze(0)}
+        return {"input_ids": input_ids.unsqueeze(0)}
+
+    def _adds_in_place(self, weight: Tensor) -> bool:
+        return self.whole and weight.is_leaf and weight.requires_grad and weight.dtype == torch.float32
+
+
+class _Embedding(torch.autograd.Function):
+    """A table's rows; backward adds to `weight.grad` directly, where torch would first make a table of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, input_ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(input_ids, weight)
+        ctx.padding_idx = padding_idx
+        return weight.index_select(0, input_ids)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        input_ids, weight = ctx.saved_tensors
+        grad = grads[0]
+        if ctx.padding_idx is not None:  # as torch: the padding row is not trained through the input
+            grad = grad.masked_fill((input_ids == ctx.padding_idx)[:, None], 0.0)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, input_ids, grad)
+        return None, None, None
