@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +29,27 @@ class Scores:
     def empty(cls, num_groups: int, group_size: int) -> Scores:
         """Scores in which nothing is scored yet."""
         return cls(np.full((num_groups, group_size), math.nan), counts={"errors": 0, "timeouts": 0, "none": 0})
+
+    @classmethod
+    def concat(cls, parts: Sequence[Scores]) -> Scores:
+        """The groups of several parts one after another; a function that one of them lacks scored nothing there."""
+        num_groups = sum(part.total.shape[0] for part in parts)
+        whole = cls.empty(num_groups, max(part.total.shape[1] for part in parts))
+        whole.counts, row = {}, 0
+        for part in parts:
+            rows, columns = slice(row, row + part.total.shape[0]), slice(0, part.total.shape[1])
+            whole.total[rows, columns] = part.total
+            for mine, its in ((whole.parts, part.parts), (whole.details, part.details)):
+                for name, cells in its.items():
+                    mine.setdefault(name, np.full(whole.total.shape, math.nan))[rows, columns] = cells
+            for name, weights in part.weights.items():
+                whole.weights.setdefault(name, np.zeros(num_groups))[rows] = weights
+            for name, count in part.counts.items():
+                whole.counts[name] = whole.counts.get(name, 0) + count
+            whole.tasks += part.tasks
+            whole.ranges += part.ranges
+            row = rows.stop
+        return whole
 
     def add_group(self, row: int, specs: list[FunctionSpec], outcomes: list[list[Outcome]], num_responses: int) -> None:
         """Enter what `specs` gave for the responses of group `row`: outcomes[function][response]."""
