@@ -1,9 +1,10 @@
 """Keys and values of running responses, and the two attention plans that fill and read them.
 
 A *wave* is a set of prompts admitted together with the rows (responses) that continue them. All rows of a wave are
-equally long, so the response part of attention needs no mask; prompts are padded to the wave's longest one and kept
-once, however many responses share them. Decode attention is one softmax over [prompt scores | response scores], where
-the prompt scores of a prompt's responses are one matrix product.
+equally long, so the response part of attention needs no mask. Prompts are padded to the wave's longest one and kept
+once, however many responses share them: decode attention is one softmax over [prompt scores | response scores], where
+the scores of all responses to a prompt are one matrix product (`_SharedPrompts`). Where sharing saves little, because
+prompts are short or have one response each, every row begins with a copy of its prompt and attention is one call.
 
 Rows leave a wave by moving the last rows into their places, so the model never runs a finished response and only the
 moved rows are copied. Prompts and memory are given back when enough of them is unused.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+SHORT_PROMPT = 32  # tokens; in a wave of prompts up to this length every row has its own copy
 _FIRST_CAPACITY = 32  # response tokens a new cache has room for; doubles when full
 
 
@@ -38,93 +40,183 @@ class CacheLayout:
         """Bytes of the keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
-    def empty(self, rows: int, length: int) -> list[Tensor]:
-        """One tensor (rows, N_kv, length, H) a layer, filled with zeros."""
+    def zeros(self, rows: int, length: int) -> list[Tensor]:
+        """One tensor (rows, N_kv, length, H) for each layer."""
         shape = (rows, self.num_kv_heads, length, self.head_dim)
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
 
 
 class Wave:
-    """The caches of one wave. `prompt_of_row` names, for every row, the prompt it continues."""
+    """The caches of one wave. `prompt_of_row` names, for every row, the prompt it continues.
+
+    Call order: the prefill plans fill `prompt_keys` and `prompt_values`, `finish_prefill`, then decode plans.
+    """
 
     def __init__(self, layout: CacheLayout, prompt_lens: list[int], prompt_of_row: list[int], max_length: int) -> None:
         self.layout = layout
         self.prompt_lens = prompt_lens
         self.prompt_of_row = prompt_of_row
+        self.num_rows = len(prompt_of_row)  # S
         self.max_length = max_length  # response tokens a row can reach
         self.length = 0  # response tokens in the cache, L
-        self.prompt_keys = layout.empty(len(prompt_lens), max(prompt_lens))
-        self.prompt_values = layout.empty(len(prompt_lens), max(prompt_lens))
-        self._capacity_rows = len(prompt_of_row)
-        capacity = min(_FIRST_CAPACITY, max_length)
-        self.keys = layout.empty(self._capacity_rows, capacity)
-        self.values = layout.empty(self._capacity_rows, capacity)
-        self._index_rows()
-
-    @property
-    def num_rows(self) -> int:
-        """Live responses, S."""
-        return len(self.prompt_of_row)
+        self.prompt_keys = layout.zeros(len(prompt_lens), max(prompt_lens))
+        self.prompt_values = layout.zeros(len(prompt_lens), max(prompt_lens))
+        self.keys: list[Tensor] = []  # (rows with room, N_kv, prefix + room for response tokens, H) for each layer
+        self.values: list[Tensor] = []
+        self.prefix = 0  # prompt tokens copied before every response; 0: prompts are shared
+        self._prefix_mask: Tensor | None = None  # (S, 1, 1, prefix + max_length) True: visible
+        self._shared: _SharedPrompts | None = None
 
     @property
     def reserved_bytes(self) -> int:
         """Memory the wave can grow to: padded prompts, and every row it has room for at full length."""
-        tokens = len(self.prompt_lens) * self.prompt_keys[0].shape[2] + self._capacity_rows * self.max_length
-        return tokens * self.layout.token_bytes
+        prompts = self.prompt_keys[0].shape[0] * self.prompt_keys[0].shape[2] if self.prompt_keys else 0
+        return (prompts + self.keys[0].shape[0] * (self.prefix + self.max_length)) * self.layout.token_bytes
+
+    def finish_prefill(self) -> None:
+        """Make room for the responses, and copy the prompts in front of them or set up their sharing."""
+        longest, device = max(self.prompt_lens), self.layout.device
+        if longest <= SHORT_PROMPT or len(self.prompt_lens) == self.num_rows:
+            self.prefix = longest
+        capacity = self.prefix + min(_FIRST_CAPACITY, self.max_length)
+        self.keys = self.layout.zeros(self.num_rows, capacity)
+        self.values = self.layout.zeros(self.num_rows, capacity)
+        if not self.prefix:
+            self._shared = _SharedPrompts(self.prompt_lens, longest, self.prompt_of_row, device)
+            return
+        index = torch.tensor(self.prompt_of_row, device=device)
+        for caches, prompts in ((self.keys, self.prompt_keys), (self.values, self.prompt_values)):
+            for cache, prompt in zip(caches, prompts, strict=True):
+                cache[:, :, :longest] = prompt[index]
+            prompts.clear()
+        if min(self.prompt_lens) < longest:
+            place = torch.arange(longest + self.max_length, device=device)
+            lens = torch.tensor(self.prompt_lens, device=device)[index].unsqueeze(1)
+            self._prefix_mask = ((place < lens) | (place >= longest)).view(self.num_rows, 1, 1, -1)
 
     def keep_rows(self, order: list[int]) -> None:
         """Row i becomes what row order[i] was; the rows not named are gone."""
-        moves = [(i, row) for i, row in enumerate(order) if i != row]
+        index = torch.tensor(order, device=self.layout.device)
+        moves = [i for i, row in enumerate(order) if i != row]
         if moves:
-            target, source = torch.tensor(moves, device=self.layout.device).t()
+            target = torch.tensor(moves, device=self.layout.device)
+            source, used = index[target], self.prefix + self.length
             for cache in (*self.keys, *self.values):
-                cache[target, :, : self.length] = cache[source, :, : self.length]
+                cache[target, :, :used] = cache[source, :, :used]
         self.prompt_of_row = [self.prompt_of_row[row] for row in order]
-        if 2 * len(order) <= self._capacity_rows:
-            self._resize(len(order), self.keys[0].shape[2])
-        used = sorted(set(self.prompt_of_row))
-        if 4 * len(used) <= 3 * len(self.prompt_lens):
-            self._keep_prompts(used)
-        self._index_rows()
+        self.num_rows = len(order)
+        if 2 * self.num_rows <= self.keys[0].shape[0]:
+            self._resize(self.num_rows, self.keys[0].shape[2])
+        if self._prefix_mask is not None:
+            self._prefix_mask = self._prefix_mask[index]
+        if self._shared is not None:
+            used_prompts = sorted(set(self.prompt_of_row))
+            if 4 * len(used_prompts) <= 3 * len(self.prompt_lens):
+                self._keep_prompts(used_prompts)
+            self._shared = _SharedPrompts(
+                self.prompt_lens, self.prompt_keys[0].shape[2], self.prompt_of_row, self.layout.device
+            )
 
     def start_token(self) -> None:
         """Make room for one more token in every row."""
-        if self.length == self.keys[0].shape[2]:
-            self._resize(self._capacity_rows, min(2 * self.length, self.max_length))
+        if self.prefix + self.length == self.keys[0].shape[2]:
+            self._resize(self.keys[0].shape[0], self.prefix + min(2 * self.length, self.max_length))
         self.length += 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(S, N, H): the newest token of every row attends to its prompt and to its response so far."""
-        rows, heads, length = self.num_rows, key.shape[0], self.length
-        prompt_keys, prompt_values = self.prompt_keys[layer], self.prompt_values[layer]
-        prompts, _, longest, dim = prompt_keys.shape
-        keys, values = self.keys[layer][:rows], self.values[layer][:rows]
-        keys[:, :, length - 1] = key.transpose(0, 1)
-        values[:, :, length - 1] = value.transpose(0, 1)
-        keys = keys.view(rows * heads, -1, dim)[:, :length]
-        values = values.view(rows * heads, -1, dim)[:, :length]
-        shared = query.shape[0] // heads  # g
+        rows, heads, end = self.num_rows, key.shape[0], self.prefix + self.length
+        keys, values = self.keys[layer][:rows, :, :end], self.values[layer][:rows, :, :end]
+        keys[:, :, -1] = key.transpose(0, 1)
+        values[:, :, -1] = value.transpose(0, 1)
+        query = query.transpose(0, 1).unflatten(1, (heads, -1))  # (S, N_kv, g, H)
+        if self._shared is None:
+            mask = None if self._prefix_mask is None else self._prefix_mask[..., :end]
+            output = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+        else:
+            output = self._shared.attend(
+                query * scale,
+                self.prompt_keys[layer],
+                self.prompt_values[layer],
+                keys.flatten(0, 1),
+                values.flatten(0, 1),
+            )
+        return output.flatten(1, 2)
 
-        query = (query * scale).transpose(0, 1).reshape(rows, heads, shared, dim)
-        response_scores = torch.bmm(query.view(rows * heads, shared, dim), keys.transpose(1, 2))
+    def _keep_prompts(self, used: list[int]) -> None:
+        """Forget the prompts that no row continues."""
+        index = torch.tensor(used, device=self.layout.device)
+        self.prompt_lens = [self.prompt_lens[prompt] for prompt in used]
+        longest = max(self.prompt_lens)
+        place = {prompt: i for i, prompt in enumerate(used)}
+        self.prompt_of_row = [place[prompt] for prompt in self.prompt_of_row]
+        for caches in (self.prompt_keys, self.prompt_values):
+            for layer, cache in enumerate(caches):
+                caches[layer] = cache[:, :, :longest].index_select(0, index)
+
+    def _resize(self, rows: int, capacity: int) -> None:
+        used = self.prefix + self.length
+        for caches in (self.keys, self.values):
+            for layer, cache in enumerate(caches):
+                new = cache.new_zeros((rows, cache.shape[1], capacity, cache.shape[3]))
+                new[: self.num_rows, :, :used] = cache[: self.num_rows, :, :used]
+                caches[layer] = new
+
+
+class _SharedPrompts:
+    """Attention of rows to prompts that several of them share: rows are arranged in slots, M for every prompt.
+
+    Slot q * M + j holds the j-th row of prompt q; slots without a row repeat row 0 and are not read back.
+    """
+
+    def __init__(self, prompt_lens: list[int], longest: int, prompt_of_row: list[int], device: torch.device) -> None:
+        members: list[list[int]] = [[] for _ in prompt_lens]
+        for row, prompt in enumerate(prompt_of_row):
+            members[prompt].append(row)
+        most = max(map(len, members))
+        row_of_slot = [row for rows in members for row in rows + [0] * (most - len(rows))]
+        self._row_of_slot: Tensor | None = None  # None: slots are rows
+        self._slot_of_row: Tensor | None = None
+        if row_of_slot != list(range(len(prompt_of_row))):
+            slot_of_row = {row: q * most + j for q, rows in enumerate(members) for j, row in enumerate(rows)}
+            self._row_of_slot = torch.tensor(row_of_slot, device=device)
+            self._slot_of_row = torch.tensor([slot_of_row[row] for row in range(len(prompt_of_row))], device=device)
+        self._padding: Tensor | None = None  # (Q, 1, 1, 1, P)
+        if min(prompt_lens) < longest:
+            lens = torch.tensor(prompt_lens, device=device).view(-1, 1, 1, 1, 1)
+            self._padding = torch.arange(longest, device=device) >= lens
+
+    def attend(
+        self,
+        query: Tensor,  # (S, N_kv, g, H), scaled
+        prompt_keys: Tensor,  # (Q, N_kv, P, H)
+        prompt_values: Tensor,
+        keys: Tensor,  # (S * N_kv, L, H)
+        values: Tensor,
+    ) -> Tensor:
+        """(S, N_kv, g, H)"""
+        rows, heads, shared, dim = query.shape
+        prompts, _, longest, _ = prompt_keys.shape
+        query = query.contiguous()
         slots = self._to_slots(query).view(prompts, -1, heads, shared, dim).transpose(1, 2)  # (Q, N_kv, M, g, H)
-        slots = slots.reshape(prompts * heads, -1, dim)
-        prompt_scores = torch.bmm(slots, prompt_keys.view(-1, longest, dim).transpose(1, 2))
-        prompt_scores = prompt_scores.view(prompts, heads, -1, shared, longest)
+        prompt_scores = torch.bmm(
+            slots.reshape(prompts * heads, -1, dim), prompt_keys.view(-1, longest, dim).transpose(1, 2)
+        ).view(prompts, heads, -1, shared, longest)
         if self._padding is not None:
             prompt_scores.masked_fill_(self._padding, -torch.inf)
-        response_scores = self._to_slots(response_scores.view(rows, heads, shared, length))
-        response_scores = response_scores.view(prompts, -1, heads, shared, length).transpose(1, 2)
+        response_scores = torch.bmm(query.view(-1, shared, dim), keys.transpose(1, 2)).view(rows, heads, shared, -1)
+        response_scores = self._to_slots(response_scores).unflatten(0, (prompts, -1)).transpose(1, 2)
 
         scores = torch.cat([prompt_scores, response_scores], dim=-1)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        flat = weights.view(prompts * heads, -1, longest + length)
-        from_prompt = torch.bmm(flat[..., :longest], prompt_values.view(-1, longest, dim))
-        from_prompt = from_prompt.view(prompts, heads, -1, shared, dim).transpose(1, 2)
-        response_weights = weights[..., longest:].transpose(1, 2).reshape(-1, heads, shared, length)
-        from_response = torch.bmm(self._to_rows(response_weights).reshape(rows * heads, shared, length), values)
-        from_prompt = self._to_rows(from_prompt.reshape(-1, heads, shared, dim))
-        return from_prompt.add_(from_response.view_as(from_prompt)).reshape(rows, heads * shared, dim)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)  # (Q, N_kv, M, g, P + L)
+
+        from_prompt = torch.bmm(
+            weights.view(prompts * heads, -1, weights.shape[-1])[..., :longest], prompt_values.view(-1, longest, dim)
+        )
+        from_prompt = from_prompt.view(prompts, heads, -1, shared, dim).transpose(1, 2).flatten(0, 1)
+        response_weights = self._to_rows(weights[..., longest:].transpose(1, 2).flatten(0, 1))
+        from_response = torch.bmm(response_weights.reshape(-1, shared, keys.shape[1]), values)
+        return from_response.view(rows, heads, shared, dim).add_(self._to_rows(from_prompt))
 
     def _to_slots(self, rows: Tensor) -> Tensor:
         """(S, ...) -> (Q * M, ...)"""
@@ -133,48 +225,6 @@ class Wave:
     def _to_rows(self, slots: Tensor) -> Tensor:
         """(Q * M, ...) -> (S, ...)"""
         return slots if self._slot_of_row is None else slots.index_select(0, self._slot_of_row)
-
-    def _index_rows(self) -> None:
-        """Arrange rows by prompt: slot q * M + j is the j-th row of prompt q; missing ones repeat row 0."""
-        device = self.layout.device
-        members: list[list[int]] = [[] for _ in self.prompt_lens]
-        for row, prompt in enumerate(self.prompt_of_row):
-            members[prompt].append(row)
-        most = max(1, *map(len, members))
-        row_of_slot = [row for rows in members for row in rows + [0] * (most - len(rows))]
-        if row_of_slot == list(range(self.num_rows)):
-            self._row_of_slot = self._slot_of_row = None
-        else:
-            slot_of_row = [0] * self.num_rows
-            for prompt, rows in enumerate(members):
-                for j, row in enumerate(rows):
-                    slot_of_row[row] = prompt * most + j
-            self._row_of_slot = torch.tensor(row_of_slot, device=device)
-            self._slot_of_row = torch.tensor(slot_of_row, device=device)
-        longest = self.prompt_keys[0].shape[2]
-        self._padding = None
-        if min(self.prompt_lens) < longest:
-            lens = torch.tensor(self.prompt_lens, device=device).view(-1, 1, 1, 1, 1)
-            self._padding = torch.arange(longest, device=device) >= lens
-
-    def _keep_prompts(self, used: list[int]) -> None:
-        """Forget the prompts that no row continues."""
-        index = torch.tensor(used, dtype=torch.int64, device=self.layout.device)
-        self.prompt_lens = [self.prompt_lens[prompt] for prompt in used]
-        longest = max(self.prompt_lens, default=0)
-        place = {prompt: i for i, prompt in enumerate(used)}
-        self.prompt_of_row = [place[prompt] for prompt in self.prompt_of_row]
-        for caches in (self.prompt_keys, self.prompt_values):
-            for layer, cache in enumerate(caches):
-                caches[layer] = cache[:, :, :longest].index_select(0, index)
-
-    def _resize(self, rows: int, capacity: int) -> None:
-        for caches in (self.keys, self.values):
-            for layer, cache in enumerate(caches):
-                new = cache.new_zeros((rows, cache.shape[1], capacity, cache.shape[3]))
-                new[: self.num_rows, :, : self.length] = cache[: self.num_rows, :, : self.length]
-                caches[layer] = new
-        self._capacity_rows = rows
 
 
 class PrefillPlan:

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from covey.models.attention import ATTENTION, AttentionPlan
 from covey.rollout.engine import Sampling
@@ -29,29 +30,22 @@ from covey.rollout.schedule import Limits, Part, admit, split
 from covey.types import FinishReason, Group, Prompt, Response
 
 _PREFILL_TOKENS = 8192  # prompt tokens run at once
-
-
-@dataclass
-class _Row:
-    """One response being sampled."""
-
-    index: int  # of the prompt
-    sample: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    num_kept: list[int] = field(default_factory=list)
+_FEW_ROWS = 32  # up to here CPU libraries compute weight @ hidden.t() faster than hidden @ weight.t(), up to twice
 
 
 @dataclass
 class _Running:
-    """A wave's cache with what the loop knows about its rows, in the same order."""
+    """A wave's cache with what the loop knows about it. A row's column never changes; rows move when others leave."""
 
     cache: Wave
-    rows: list[_Row]
+    samples: list[tuple[int, int]]  # (index of the prompt, sample) for each column
+    columns: list[int]  # column of each of the S rows
+    record: np.ndarray  # (3, max_response_length, columns) int32: token ids, logprobs as bits, sizes of the kept set
+    uniforms: Tensor  # (max_response_length, columns) fp32
+    stream: Tensor  # (S,) int64, `columns` on the device
     prompt_lens: Tensor  # (S,) int64
-    uniforms: Tensor  # (max_response_length, rows admitted) fp32
-    stream: Tensor  # (S,) int64, column of `uniforms` that belongs to the row
     token_ids: Tensor  # (S,) int64, drawn and not yet run
+    num_tokens: int = 0  # drawn for each row
 
 
 class NativeEngine:
@@ -76,7 +70,7 @@ class NativeEngine:
             raise ValueError(f"rollout.max_num_seqs is {max_num_seqs}, but at least one response must run: set it to 1")
         head = model.get_output_embeddings().weight
         self._model = model
-        self._stop = frozenset(stop_token_ids)
+        self._stop = np.array(sorted(set(stop_token_ids)), np.int32)
         self._decode = decode
         self._version = 0
         self._layout = CacheLayout(
@@ -111,17 +105,16 @@ class NativeEngine:
                     wave, logits = self._start(parts, sampling)
                     done += self._advance([wave], logits, sampling)
                     running.append(wave)
-                running = [wave for wave in running if wave.rows]
+                running = [wave for wave in running if wave.columns]
                 if running:
                     done += self._advance(running, self._decode_logits(running), sampling)
-                    running = [wave for wave in running if wave.rows]
-                for row, response in done:
-                    finished[row.index][row.sample] = response
-                    if len(finished[row.index]) == sampling.num_samples:
-                        responses = [response for _, response in sorted(finished[row.index].items())]
-                        group = groups[row.index] = Group(prompts[row.index], responses)
+                    running = [wave for wave in running if wave.columns]
+                for index, sample, response in done:
+                    finished[index][sample] = response
+                    if len(finished[index]) == sampling.num_samples:
+                        group = groups[index] = Group(prompts[index], [r for _, r in sorted(finished[index].items())])
                         if on_group is not None:
-                            on_group(row.index, group)
+                            on_group(index, group)
         return [groups[index] for index in range(len(prompts))]
 
     def _admit(self, waiting: deque[Part], running: list[_Running], sampling: Sampling) -> list[list[Part]]:
@@ -129,7 +122,7 @@ class NativeEngine:
             waiting,
             limits=self._limits,
             num_waves=len(running),
-            num_rows=sum(len(wave.rows) for wave in running),
+            num_rows=sum(len(wave.columns) for wave in running),
             reserved_bytes=sum(wave.cache.reserved_bytes for wave in running),
             max_response_length=sampling.max_response_length,
         )
@@ -149,14 +142,17 @@ class NativeEngine:
                 last += 1
             logits.append(self._prefill_logits(cache, first, [part.prompt.input_ids for part in parts[first:last]]))
             first = last
+        cache.finish_prefill()
         streams = [uniforms(sampling, uid=part.prompt.uid, sample=sample) for _, part, sample in samples]
         index = torch.tensor(prompt_of_row, device=device)
         wave = _Running(
             cache=cache,
-            rows=[_Row(part.index, sample) for _, part, sample in samples],
-            prompt_lens=torch.tensor(prompt_lens, device=device)[index],
+            samples=[(part.index, sample) for _, part, sample in samples],
+            columns=list(range(len(samples))),
+            record=np.empty((3, sampling.max_response_length, len(samples)), np.int32),
             uniforms=torch.from_numpy(np.stack(streams, axis=1)).to(device),
             stream=torch.arange(len(samples), device=device),
+            prompt_lens=torch.tensor(prompt_lens, device=device)[index],
             token_ids=index,  # replaced by the first draw
         )
         return wave, torch.cat(logits)[index]
@@ -182,70 +178,71 @@ class NativeEngine:
         hidden = self._model.model(
             input_ids=input_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), plan=plan, use_cache=False
         ).last_hidden_state[0]
+        hidden = hidden if rows is None else hidden[rows]
         head = self._model.get_output_embeddings()
-        # weight first: for few rows CPU libraries run this product up to twice as fast as hidden @ weight.t()
-        logits = (head.weight @ (hidden if rows is None else hidden[rows]).t()).t().contiguous()
-        return logits if head.bias is None else logits.add_(head.bias)
+        if len(hidden) > _FEW_ROWS:
+            return linear(hidden, head.weight, head.bias)
+        logits = (head.weight @ hidden.t()).t()
+        return logits if head.bias is None else logits + head.bias
 
-    def _advance(self, running: list[_Running], logits: Tensor, sampling: Sampling) -> list[tuple[_Row, Response]]:
-        """Draw one token for every row and take the finished rows out of their waves; returns those."""
-        places = [len(wave.rows[0].token_ids) for wave in running]
-        uniform = torch.cat(
-            [wave.uniforms[place].index_select(0, wave.stream) for wave, place in zip(running, places, strict=True)]
-        )
+    def _advance(self, running: list[_Running], logits: Tensor, sampling: Sampling) -> list[tuple[int, int, Response]]:
+        """Draw one token for every row, and take the rows that end out of their waves.
+
+        Returns (index of the prompt, sample, response) of those.
+        """
+        uniform = torch.cat([wave.uniforms[wave.num_tokens].index_select(0, wave.stream) for wave in running])
         drawn = draw(logits, uniform, sampling)
-        columns = zip(*_to_host(drawn), strict=True)
-        done: list[tuple[_Row, Response]] = []
+        host = _to_host(drawn)
+        stopped = np.isin(host[0], self._stop)
+        done: list[tuple[int, int, Response]] = []
         start = 0
         for wave in running:
-            wave.token_ids = drawn.token_ids[start : start + len(wave.rows)]
-            start += len(wave.rows)
-            live = []
-            for i, row in enumerate(wave.rows):
-                token_id, logprob, num_kept = next(columns)
-                row.token_ids.append(token_id)
-                row.logprobs.append(logprob)
-                row.num_kept.append(num_kept)
-                if token_id in self._stop:
-                    done.append((row, self._finish(row, "stop", filtered=drawn.num_kept is not None)))
-                elif len(row.token_ids) == sampling.max_response_length:
-                    done.append((row, self._finish(row, "length", filtered=drawn.num_kept is not None)))
-                else:
-                    live.append(i)
-            if len(live) < len(wave.rows):
-                _keep_rows(wave, live)
+            rows = slice(start, start + len(wave.columns))
+            start = rows.stop
+            wave.token_ids = drawn.token_ids[rows]
+            wave.record[:, wave.num_tokens, wave.columns] = host[:, rows]
+            wave.num_tokens += 1
+            full = wave.num_tokens == sampling.max_response_length
+            ended = np.full(len(wave.columns), True) if full else stopped[rows]
+            for row in ended.nonzero()[0]:
+                column = wave.columns[row]
+                reason = "stop" if stopped[rows][row] else "length"
+                filtered = drawn.num_kept is not None
+                done.append((*wave.samples[column], self._finish(wave, column, reason, filtered=filtered)))
+            if ended.any():
+                _keep_rows(wave, (~ended).nonzero()[0].tolist())
         return done
 
-    def _finish(self, row: _Row, reason: FinishReason, *, filtered: bool) -> Response:
+    def _finish(self, wave: _Running, column: int, reason: FinishReason, *, filtered: bool) -> Response:
+        token_ids, logprobs, num_kept = wave.record[:, : wave.num_tokens, column].copy()
         return Response(
-            token_ids=row.token_ids,
-            logprobs=row.logprobs,
-            text=self._decode(row.token_ids[:-1] if reason == "stop" else row.token_ids),
+            token_ids=token_ids.tolist(),
+            logprobs=logprobs.view(np.float32).tolist(),
+            text=self._decode(token_ids[: -1 if reason == "stop" else None].tolist()),
             finish_reason=reason,
-            num_kept=row.num_kept if filtered else None,
+            num_kept=num_kept.tolist() if filtered else None,
             policy_version=self._version,
         )
 
 
-def _to_host(drawn: Draw) -> tuple[list[int], list[float], list[int]]:
-    """Token ids, logprobs and sizes of the kept set in one transfer: a step's only wait for the device."""
+def _to_host(drawn: Draw) -> np.ndarray:
+    """(3, S) int32: token ids, logprobs as bits, sizes of the kept set. A step's only wait for the device."""
     token_ids = drawn.token_ids.int()
     num_kept = token_ids if drawn.num_kept is None else drawn.num_kept.int()
-    host = torch.stack([token_ids, drawn.logprobs.view(torch.int32), num_kept]).cpu().numpy()
-    return host[0].tolist(), host[1].view(np.float32).tolist(), host[2].tolist()
+    return torch.stack([token_ids, drawn.logprobs.view(torch.int32), num_kept]).cpu().numpy()
 
 
 def _keep_rows(wave: _Running, live: list[int]) -> None:
-    """Drop the finished rows: the last live ones move into the places that became free."""
+    """Drop the ended rows: the last live ones move into the places that became free."""
     places = set(live)
     movers = iter([row for row in reversed(live) if row >= len(live)])
     order = [i if i in places else next(movers) for i in range(len(live))]
-    wave.rows = [wave.rows[i] for i in order]
+    wave.columns = [wave.columns[row] for row in order]
     if order:
         wave.cache.keep_rows(order)
         index = torch.tensor(order, device=wave.token_ids.device)
-        wave.prompt_lens = wave.prompt_lens[index]
         wave.stream = wave.stream[index]
+        wave.prompt_lens = wave.prompt_lens[index]
         wave.token_ids = wave.token_ids[index]
 
 

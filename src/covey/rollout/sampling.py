@@ -67,11 +67,14 @@ def draw(
 
 
 def _draw_full(logits: Tensor, uniform: Tensor) -> Draw:
-    """Inverse CDF over the whole vocabulary in two levels: find the block, then the token in it.
+    """Inverse CDF over the whole vocabulary; a large one in two levels: find the block, then the token in it.
 
     Sums of blocks are vectorised where a running sum over V is not, and short sums round less.
     """
     probs = logits.softmax(-1)
+    if probs.shape[1] <= 2 * _BLOCK:
+        place = _invert(probs, uniform.unsqueeze(1))
+        return Draw(place.squeeze(1), probs.gather(1, place).squeeze(1).log_(), None)
     size = math.gcd(probs.shape[1], _BLOCK)
     if size < 32:
         size = _BLOCK
