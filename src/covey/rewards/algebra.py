@@ -14,6 +14,7 @@ from typing import Any
 from covey.rewards.equality import clean, equal_answers
 
 _MAX_CHARACTERS = 1000  # longer "answers" are compared as text only
+_MAX_SYMBOLS = 8
 _PROSE = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_][\w\s,.'-]*")  # words, not a product of one-letter symbols
 _FUNCTIONS = re.compile(r"\b(?:sqrt|sinh?|cosh?|tanh?|log|frac|infty|theta|alpha|beta|gamma)\b")
 
@@ -41,7 +42,31 @@ def _verify(*, gold: str, answer: str) -> bool:
     parsed_gold, parsed_answer = _parse(gold), _parse(answer)
     if not parsed_gold or not parsed_answer:
         return False
+    if "%" not in gold + answer and _differ(parsed_gold[0], parsed_answer[0]):
+        return False
     return bool(verify(list(parsed_gold), list(parsed_answer), float_rounding=4, timeout_seconds=None))
+
+
+def _differ(gold: Any, answer: Any) -> bool:
+    """Whether two expressions have plainly different values at one point.
+
+    Wrong answers are the usual case in training, and simplifying them is what algebra is slowest at. Relations, sets,
+    tuples and everything that has no number there are left to the full comparison.
+    """
+    import sympy
+
+    if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
+        return False
+    both: list[Any] = [gold, answer]
+    names = sorted({symbol.name.lower() for one in both for symbol in one.free_symbols})
+    if len(names) > _MAX_SYMBOLS:
+        return False
+    point = {name: 0.7391 + 0.3137 * i for i, name in enumerate(names)}
+    try:
+        values = [complex(one.subs({s: point[s.name.lower()] for s in one.free_symbols}).evalf()) for one in both]
+    except (TypeError, ValueError, OverflowError, AttributeError, NotImplementedError):
+        return False
+    return abs(values[0] - values[1]) > 0.01 * max(abs(values[0]), abs(values[1]))
 
 
 @lru_cache(maxsize=4096)

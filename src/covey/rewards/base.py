@@ -46,6 +46,20 @@ REWARDS: dict[str, BuiltIn] = {
     "answer": BuiltIn("covey.rewards.math_answer:answer_reward"),
     "code": BuiltIn("covey.rewards.code_tests:code_reward", settings=("sandbox",)),
     "format": BuiltIn("covey.rewards.rules:format_reward"),
+    "overlong": BuiltIn(
+        "covey.rewards.rules:overlong_reward", (-1.0, 0.0), ("num_tokens",), settings=("max_response_length",)
+    ),
+    "length": BuiltIn("covey.rewards.rules:length_reward", include=("num_tokens",)),
+    "repetition": BuiltIn("covey.rewards.rules:repetition_reward", (-1.0, 0.0)),
+    # MindSpeed-RL's names
+    "acc": BuiltIn("covey.rewards.mindspeed:acc", (-1.0, 1.0)),
+    "acc_for_ppo": BuiltIn("covey.rewards.mindspeed:acc_for_ppo"),
+    "acc_for_dapo": BuiltIn("covey.rewards.mindspeed:acc_for_dapo", (-1.0, 1.0)),
+    "base_acc": BuiltIn("covey.rewards.mindspeed:base_acc"),
+    "math_17k_acc": BuiltIn("covey.rewards.mindspeed:acc_for_ppo"),
+    "math_verify_reward": BuiltIn("covey.rewards.mindspeed:base_acc"),
+    "step": BuiltIn("covey.rewards.mindspeed:step"),
+    "strict_format": BuiltIn("covey.rewards.mindspeed:strict_format", (-0.5, 1.0)),
 }
 
 
