@@ -36,8 +36,8 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Tests:
-    """The tests of a row. Example: Tests(statements=(("assert add(1, 2) == 3", True),))."""
+class RowTests:
+    """The tests of a row. Example: RowTests(statements=(("assert add(1, 2) == 3", True),))."""
 
     statements: tuple[tuple[str, bool], ...] = ()  # (source, whether it is a test), in order
     inputs: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ def extract_program(response: str) -> str | None:
     return program.rstrip() if program.strip() else None
 
 
-def read_tests(row: dict[str, Any], column: str | None = None) -> Tests:
+def read_tests(row: dict[str, Any], column: str | None = None) -> RowTests:
     """The row's tests; ValueError when it has none, or they have none of the known forms."""
     names = [column] if column else [name for name in _COLUMNS if row.get(name)]
     value = row.get(names[0]) if names else None
@@ -119,7 +119,7 @@ def read_tests(row: dict[str, Any], column: str | None = None) -> Tests:
 
 
 def run_tests(
-    sandbox: Sandbox, program: str, tests: Tests, *, test_s: float, limits: Any = None
+    sandbox: Sandbox, program: str, tests: RowTests, *, test_s: float, limits: Any = None
 ) -> tuple[Verdicts, Result]:
     """Run `program` against all tests in one sandbox; ValueError when the tests themselves cannot be run."""
     nonce = secrets.token_hex(16)
@@ -168,12 +168,12 @@ def _read_verdict(line: bytes, nonce: str) -> dict[str, Any]:
     return verdict if isinstance(verdict, dict) and verdict.get("nonce") == nonce else {}
 
 
-def _pairs(pairs: list[tuple[Any, Any]], entry_point: str) -> Tests:
+def _pairs(pairs: list[tuple[Any, Any]], entry_point: str) -> RowTests:
     texts = [tuple("\n".join(v) if isinstance(v, list) else str(v) for v in pair) for pair in pairs]
-    return Tests(inputs=tuple(t[0] for t in texts), outputs=tuple(t[1] for t in texts), entry_point=entry_point)
+    return RowTests(inputs=tuple(t[0] for t in texts), outputs=tuple(t[1] for t in texts), entry_point=entry_point)
 
 
-def _statements(source: str, entry_point: str) -> Tests:
+def _statements(source: str, entry_point: str) -> RowTests:
     try:
         body = ast.parse(source).body
     except SyntaxError as error:
@@ -184,4 +184,4 @@ def _statements(source: str, entry_point: str) -> Tests:
         statements.append((f"check({entry_point})", True))
     if not any(is_test for _, is_test in statements):
         raise ValueError("the tests hold neither an assert nor a check function with an entry_point")
-    return Tests(statements=tuple(statements), entry_point=entry_point)
+    return RowTests(statements=tuple(statements), entry_point=entry_point)

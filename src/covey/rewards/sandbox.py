@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from covey.rewards.base import read_options
 from covey.rewards.process import exchange, kill_group
 from covey.rewards.seccomp import build_filter
 
@@ -216,8 +217,8 @@ def _memory_file(data: bytes) -> int:
 
 
 def limits_from(options: dict[str, Any]) -> Limits:
-    """Limits with the given fields replaced."""
-    return Limits(**{**asdict(Limits()), **options})
+    """Limits with the given fields replaced; ValueError for an unknown one."""
+    return Limits(**read_options(options, asdict(Limits())))
 
 
 _ADVICE = (
