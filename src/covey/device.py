@@ -1,7 +1,7 @@
 """The only table of devices: what each is called, which numbers and back ends it uses, how its memory is read.
 
 `resolve` is called once per process; everything else takes the `Device` it returns. Nothing below mentions a device by
-name. Not run on NPU: the npu column follows the torch_npu documentation.
+name. Not run on NPU or CUDA: those rows follow the documentation of torch and torch_npu.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def resolve(kind: str = "auto", dtype: str = "auto", local_rank: int = 0) -> Dev
 
 # kind: default dtype, torch.distributed back end (objects always travel over gloo), attention kernel
 _TABLE = {
-    "npu": (torch.bfloat16, "cpu:gloo,npu:hccl", "npu fusion"),
-    "cuda": (torch.bfloat16, "cpu:gloo,cuda:nccl", "flash (torch), matmul for float32"),
+    "npu": (torch.bfloat16, "cpu:gloo,npu:hccl", "matrix products"),
+    "cuda": (torch.bfloat16, "cpu:gloo,cuda:nccl", "flash (torch); matrix products in float32"),
     "cpu": (torch.float32, "gloo", "flash (torch, cpu)"),
 }
 
