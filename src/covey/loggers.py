@@ -9,6 +9,7 @@ Names and definitions stand in metrics.py; a name that is not declared there is 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import uuid
@@ -42,7 +43,8 @@ def open_loggers(config: LoggingConfig, output_dir: str | Path, *, total_steps: 
     """
     directory = Path(output_dir)
     loggers: list[Logger] = []
-    if config.tensorboard:
+    installed = importlib.util.find_spec("tensorboard") is not None
+    if config.tensorboard is True or (config.tensorboard == "auto" and installed):
         loggers.append(TensorBoardLogger(directory / "tensorboard", first_step=first_step))
     if config.wandb_project is not None:
         loggers.append(WandbLogger(config.wandb_project, directory))
@@ -193,6 +195,16 @@ class SwanLabLogger:
     def close(self) -> None:
         """Finish the experiment."""
         self._run.finish()
+
+
+class SilentLogger:
+    """Takes everything and reports nothing: the ranks beside the first."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 class _Loggers:

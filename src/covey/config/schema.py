@@ -192,7 +192,10 @@ class AlgorithmConfig(Section):
     loss: str = "grpo"
     """Loss per token: grpo, gspo, gspo_token, cispo, sapo, rloo, reinforce, vespo, or "module:function"."""
     advantage: str = "group_norm"
-    """How rewards become advantages: group_norm, group_center, rloo, batch_norm, batch_std, group_center_batch_norm."""
+    """How rewards become advantages: group_norm, group_center, rloo, batch_norm, batch_std, group_center_batch_norm,
+    pass_at_k, gdpo."""
+    pass_k: PositiveInt = 2
+    """The k of advantage pass_at_k."""
     advantage_eps: NonNegative = 1e-6
     """Added to the standard deviation (MindSpeed-RL 1e-6, TRL 1e-4)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "token_mean"
@@ -217,6 +220,8 @@ class AlgorithmConfig(Section):
     """Weight of the KL term to the reference; 0: the reference is not loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Estimator of the KL term."""
+    kl_in_reward: bool = False
+    """Subtract kl_coef times the response's summed KL from its reward, instead of a KL term in the loss."""
     kl_importance_weighted: bool = False
     """Multiply the KL term by the importance ratio: makes the gradient of k3 unbiased."""
     kl_target: Annotated[float, Field(gt=0.0)] | None = None
@@ -239,6 +244,12 @@ class AlgorithmConfig(Section):
     """Leave out responses with negative advantage whose mean rollout - current logprob is over this; null: none."""
     mask_truncated: bool = False
     """Leave responses that hit max_response_length out of the loss (their reward still counts in the group)."""
+    overlong_buffer: NonNegativeInt = 0
+    """Last tokens before max_response_length over which a penalty grows from 0 to overlong_penalty; 0: none."""
+    overlong_penalty: NonNegative = 1.0
+    """Subtracted from the reward of a response of full length (with overlong_buffer)."""
+    max_rounds: PositiveInt = 1
+    """Rollouts per step at most, to replace groups whose rewards are all equal (dynamic sampling); 1: none replaced."""
     epochs: PositiveInt = 1
     """Passes over each rollout."""
     mini_batch_size: PositiveInt | None = None
@@ -263,6 +274,11 @@ class AlgorithmConfig(Section):
                 )
         if self.kl_target is not None and not self.kl_coef:
             raise ValueError(f"kl_target={self.kl_target} with kl_coef=0: give kl_coef a value to start from")
+        if self.kl_in_reward and (not self.kl_coef or self.kl_importance_weighted or self.advantage == "gdpo"):
+            raise ValueError(
+                f"kl_in_reward=True with kl_coef={self.kl_coef}, kl_importance_weighted={self.kl_importance_weighted}, "
+                f"advantage={self.advantage}: it needs a kl_coef above 0, no importance weight, and not gdpo"
+            )
         if self.rollout_ratio_low is not None and self.rollout_correction == "none":
             raise ValueError(
                 f"rollout_ratio_low={self.rollout_ratio_low} has no effect with rollout_correction=none: "
@@ -333,9 +349,26 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = 0
     """Write a checkpoint every so many steps, and at the end; 0: only at the end and when interrupted."""
     keep_last: PositiveInt = 2
-    """Checkpoints kept; older ones are removed."""
+    """Checkpoints kept; older ones are removed, except for those of keep_every and best."""
+    keep_every: NonNegativeInt = 0
+    """Keep the checkpoint of every so many steps for good; 0: none."""
+    best: str | None = None
+    """Also keep the checkpoint with the highest value of this metric, for example eval/pass@1."""
+    background: bool = False
+    """Write while training goes on; needs host memory for a copy of weights and optimizer."""
     export: bool = True
     """Write the final weights as a Hugging Face directory `OUTPUT/model`."""
+
+
+class ParallelConfig(Section):
+    """How several processes share the work; start them with `covey launch` or torchrun. One process: all 1."""
+
+    dp_shard: PositiveInt | Literal["auto"] = "auto"
+    """Ranks that train on different micro-batches and hold a part of the weights each; auto: all that are left."""
+    dp_replicate: PositiveInt = 1
+    """Copies of the sharded weights, for example one a host; each trains on different micro-batches."""
+    timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    """How long a rank waits for the slowest one before the run ends with an error, seconds."""
 
 
 class LoggingConfig(Section):
@@ -343,8 +376,8 @@ class LoggingConfig(Section):
 
     records: bool = True
     """Write every step's rollouts to parquet (for `covey show`)."""
-    tensorboard: bool = False
-    """Write TensorBoard events (extra `tensorboard`)."""
+    tensorboard: bool | Literal["auto"] = "auto"
+    """Write TensorBoard events (extra `tensorboard`); auto: when that is installed."""
     wandb_project: str | None = None
     """Send metrics to this Weights & Biases project (extra `wandb`)."""
     swanlab_project: str | None = None
@@ -381,6 +414,7 @@ class Config(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     output_dir: str
     """Directory of the run: metrics, records, checkpoints, final model."""
@@ -391,7 +425,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _group_baseline_needs_a_group(self) -> Config:
-        if self.rollout.num_samples < 2 and self.algorithm.advantage.startswith(("group", "rloo", "gdpo")):
+        if self.rollout.num_samples < 2 and self.algorithm.advantage != "batch_norm":
             raise ValueError(
                 f"rollout.num_samples={self.rollout.num_samples} with algorithm.advantage={self.algorithm.advantage}: "
                 "a group baseline needs at least 2 responses per prompt; set rollout.num_samples to 2 or more"
@@ -421,6 +455,7 @@ class SftRunConfig(Section):
     model: ModelConfig
     sft: SftConfig
     train: TrainConfig = Field(default_factory=TrainConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     output_dir: str
     """Directory of the run; the trained model is written to OUTPUT/model."""
     seed: NonNegativeInt = 1234
