@@ -73,6 +73,9 @@ METRICS: dict[str, Metric] = {
     "rollout/mismatch_k3": Metric(
         "nats", "KL(rollout || training) by the k3 estimator: mean of exp(d) - 1 - d, d = training - rollout log-prob."
     ),
+    "rollout/rounds": Metric("count", "Rollouts of this step; reported when algorithm.max_rounds is over 1."),
+    "rollout/dropped_groups": Metric("count", "Groups sampled and not trained on: without spread, or surplus."),
+    "rollout/filled_groups": Metric("count", "Groups without spread that are trained on because rounds ran out."),
     "rollout/weight_mean": Metric(
         "1", "Mean importance weight of algorithm.rollout_correction over the update's tokens; absent without it."
     ),

@@ -98,6 +98,10 @@ class Policy:
         """False when the whole rollout is one optimizer step: then the old policy is the current one, exactly."""
         return algorithm.epochs > 1 or (algorithm.mini_batch_size or num_prompts) < num_prompts
 
+    def current_kl_coef(self, algorithm: AlgorithmConfig) -> float:
+        """The KL coefficient of this step: the configured one, or where kl_target has steered it."""
+        return algorithm.kl_coef if self.kl_coef is None else self.kl_coef
+
     def update(
         self,
         batch: StepBatch,
@@ -130,11 +134,11 @@ class Policy:
                 rate = lr(self.optimizer_steps)
                 totals.add_optimizer_step(optimizer.step(rate), rate)
                 self.optimizer_steps += 1
-        values = totals.metrics(objective, self.mesh)
+        values = totals.metrics(self.mesh)
         if step.ref_logprobs is not None:
-            values["actor/kl_coef"] = objective.kl_coef
+            values["actor/kl_coef"] = self.current_kl_coef(algorithm)
         if algorithm.kl_target is not None and "actor/kl_loss" in values:
-            controller = KlController(objective.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+            controller = KlController(values["actor/kl_coef"], target=algorithm.kl_target, horizon=algorithm.kl_horizon)
             num_responses = sum(len(group.responses) for group in batch.groups)
             self.kl_coef = controller.update(kl=values["actor/kl_loss"], num_responses=num_responses).coef
         return StepStats(values)
@@ -152,7 +156,7 @@ class Policy:
                 vespo_pos=algorithm.vespo_pos,
                 vespo_neg=algorithm.vespo_neg,
             ),
-            kl_coef=algorithm.kl_coef if self.kl_coef is None else self.kl_coef,
+            kl_coef=0.0 if algorithm.kl_in_reward else self.current_kl_coef(algorithm),
             kl_estimator=algorithm.kl_estimator,
             kl_importance_weighted=algorithm.kl_importance_weighted,
             entropy_coef=algorithm.entropy_coef,

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from covey.algorithm.objective import Objective
 from covey.distributed.collectives import gather_objects, max_dicts, sum_dicts
 from covey.distributed.mesh import Mesh
 
@@ -46,7 +45,7 @@ class UpdateTotals:
         self.grad_norms.append(grad_norm)
         self.lr = lr
 
-    def metrics(self, objective: Objective, mesh: Mesh) -> dict[str, float]:
+    def metrics(self, mesh: Mesh) -> dict[str, float]:
         """Metrics under the names of metrics.py, over all ranks."""
         what = "statistics of the update"
         sums = sum_dicts({name: float(value) for name, value in self.sums.items()}, mesh.dp_group, what=what)
@@ -78,7 +77,7 @@ class UpdateTotals:
         }
         if len(packed) > 1:
             values["update/token_imbalance"] = max(packed) * len(packed) / sum(packed) - 1.0
-        if objective.kl_coef and "kl" in sums:
+        if "kl" in sums:
             values["actor/kl_loss"] = sums["kl"] / num_tokens
         if "rollout_weight" in sums:
             values["rollout/weight_mean"] = sums["rollout_weight"] / num_tokens

@@ -80,6 +80,8 @@ def test_description_says_what_was_set_and_what_was_overridden() -> None:
         ("preset: gspo, sequence_ratio: true", "sequence_ratio=True has no effect with loss=gspo"),
         ("loss: sapo, dual_clip: 3", r"dual_clip=3(\.0)? has no effect with loss=sapo"),
         ("kl_target: 0.1", "kl_target=0.1 with kl_coef=0"),
+        ("kl_in_reward: true", "kl_in_reward=True with kl_coef=0"),
+        ("kl_coef: 0.1, kl_in_reward: true, advantage: gdpo", "not gdpo"),
         ("rollout_ratio_low: 0.5", "rollout_ratio_low=0.5 has no effect with rollout_correction=none"),
     ],
 )
