@@ -1,8 +1,11 @@
-"""Checkpoints of a run: `OUTPUT/checkpoints/step-000012/`, complete or absent.
+"""Checkpoints of a run: `OUTPUT/checkpoints/step-000012/`, complete or absent; any layout reads what another wrote.
 
-A checkpoint is written beside its place and moved there in one step; the file COMPLETE is written last, so a directory
-without it is never loaded. It holds the weights as `transformers` reads them, the optimizer, the random state, and
-`state.json` with the step, the data cursor and what else the trainer hands over. One process; not sharded.
+Every rank writes its pieces of weights (the fp32 masters, where there are) and moments with
+torch.distributed.checkpoint; rank 0 adds `training.pt` (random state of every rank, optimizer step counts),
+`state.json` (step, data cursor and what else the trainer hands over) and `hf/` (model config and tokenizer, for `covey
+export`). All of it is written beside its place; the file COMPLETE, with the size of every other file, comes last, and
+the directory is moved into place in one step. A directory without COMPLETE, or whose files have other sizes, is never
+loaded.
 """
 
 from __future__ import annotations
@@ -11,56 +14,201 @@ import json
 import logging
 import os
 import shutil
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
+from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
+
+from covey.distributed.collectives import gather_objects, wait_for_all
+from covey.distributed.fsdp import local_tensor
+from covey.distributed.mesh import Mesh
+from covey.distributed.pieces import Cut, Piece, PieceLoadPlanner, PieceSavePlanner, places
 
 log = logging.getLogger(__name__)
 _MARKER = "COMPLETE"
 
 
-@dataclass
-class Loaded:
-    """A checkpoint read back: `state` as it was given to `save`, `optimizer` as state_dict."""
+class Optimizer(Protocol):
+    """What a checkpoint asks of an optimizer; all lists in the order of `parameters`."""
 
-    path: Path
-    state: dict[str, Any]
-    optimizer: dict[str, Any]
+    parameters: list[Tensor]
+    masters: list[Tensor]  # this rank's fp32 numbers behind them
+
+    @property
+    def steps(self) -> list[float]:
+        """Step count of each parameter; can be set."""
+        ...
+
+    @steps.setter
+    def steps(self, values: list[float]) -> None: ...
+
+    def moments(self) -> list[dict[str, Tensor]]:
+        """Live tensors by name, each of its master's shape."""
+        ...
+
+    def publish(self) -> None:
+        """Take over changed masters into the parameters."""
+        ...
 
 
-def save(
-    root: Path,
-    step: int,
-    *,
-    model: Any,
-    tokenizer: Any,
-    optimizer: dict[str, Any],
-    state: dict[str, Any],
-    keep_last: int,
-) -> Path:
-    """Write the checkpoint of `step` under `root`, then remove all but the last `keep_last`.
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the last ones, every so many steps (0: none), and the best by a metric (higher)."""
 
-    `state` must be JSON. Raises OSError when the disk refuses; older checkpoints are then untouched.
-    """
-    final = root / f"step-{step:06d}"
-    temporary = root / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    torch.save({"optimizer": optimizer, "random": torch.get_rng_state()}, temporary / "training.pt")
-    (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    (temporary / _MARKER).touch()
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
-    for old in complete(root)[:-keep_last]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+    last: int = 2
+    every: int = 0
+    best: str | None = None  # looked up in state["metrics"]
+
+
+class Checkpoints:
+    """The checkpoints under one directory. Every method is called on all ranks."""
+
+    def __init__(self, root: Path, mesh: Mesh | None = None, *, keep: Keep = Keep(), background: bool = False) -> None:  # noqa: B008
+        """background: `save` returns once the pieces are copied to host memory; they are written meanwhile."""
+        self.root = root
+        self._mesh = mesh or Mesh()
+        self._keep = keep
+        self._background = background
+        # Its own processes' group: the writer must not wait in line with training's exchanges.
+        self._group: Any = dist.new_group(backend="gloo") if self._mesh.world > 1 else None
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: Any,
+        tokenizer: Any,
+        optimizer: Optimizer,
+        state: dict[str, Any],
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        """Write the checkpoint of `step`, then remove those that `keep` does not name.
+
+        `state` must be JSON. Raises OSError when the disk refuses (in the background: at the next call of a method
+        here); older checkpoints are then untouched.
+        """
+        self.wait()
+        pieces = _pieces(model, optimizer, self._mesh, cuts)
+        random = gather_objects(torch.get_rng_state(), self._group, what="random states of the checkpoint")
+        training = {"random": random, "optimizer_steps": optimizer.steps}
+
+        def describe(directory: Path) -> None:
+            model.config.save_pretrained(directory)
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(directory)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+
+        if not self._background:
+            self._write(step, pieces, training, json.dumps(state, indent=1), describe)
+            return
+        copies = {name: Piece(piece.tensor.to("cpu", copy=True), piece.place) for name, piece in pieces.items()}
+        arguments = (step, copies, training, json.dumps(state, indent=1), describe)
+        self._writer = threading.Thread(target=self._try_write, args=arguments, name="checkpoint")
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on disk; raises what went wrong with it."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def complete(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return complete(self.root)
+
+    def load_latest(
+        self, *, model: Any, optimizer: Optimizer | None, cuts: Mapping[str, Cut] | None = None
+    ) -> dict[str, Any] | None:
+        """Load the newest checkpoint that reads back whole; its state with `path` added, or None when there is none.
+
+        A damaged one is reported and the one before it is taken.
+        """
+        names = gather_objects([p.name for p in self.complete()], self._group, what="names of the checkpoints")[0]
+        for name in reversed(names):
+            try:
+                return self.load(self.root / name, model=model, optimizer=optimizer, cuts=cuts)
+            except DamagedError as error:
+                log.warning("%s; trying the checkpoint before it", error)
+        return None
+
+    def load(
+        self, path: Path, *, model: Any, optimizer: Optimizer | None, cuts: Mapping[str, Cut] | None = None
+    ) -> dict[str, Any]:
+        """Load one checkpoint; its state with `path` added. ValueError that names it when that is not possible.
+
+        DamagedError (a ValueError) on every rank when any rank cannot read it.
+        """
+        self.wait()
+        problem = _damage(path)
+        problems = gather_objects(problem, self._group, what="check of the checkpoint")
+        if any(problems):
+            raise DamagedError(next(p for p in problems if p))
+        pieces = _pieces(model, optimizer, self._mesh, cuts)
+        try:
+            _refuse_other_model(path, pieces)
+            with _quiet():
+                load_pieces(pieces, checkpoint_id=path, planner=PieceLoadPlanner(), **self._ranks())
+            training = torch.load(path / "training.pt", weights_only=True)
+            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        except (CheckpointException, OSError, RuntimeError, KeyError, EOFError, UnpicklingError) as error:
+            raise DamagedError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
+        if optimizer is not None:
+            optimizer.steps = training["optimizer_steps"]
+            optimizer.publish()
+        random = training["random"]
+        torch.set_rng_state(random[self._mesh.rank if len(random) == self._mesh.world else 0])
+        return state | {"path": str(path)}
+
+    def _ranks(self) -> dict[str, Any]:
+        return {"process_group": self._group, "no_dist": self._group is None}
+
+    def _try_write(self, *arguments: Any) -> None:
+        try:
+            self._write(*arguments)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            self._error = error
+
+    def _write(self, step: int, pieces: dict[str, Piece], training: dict[str, Any], state: str, describe: Any) -> None:
+        final = self.root / f"step-{step:06d}"
+        temporary = self.root / f".{final.name}.tmp"
+        if self._mesh.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        wait_for_all(self._group, what="directory of the checkpoint")
+        with _quiet():
+            save_pieces(pieces, checkpoint_id=temporary, planner=PieceSavePlanner(), **self._ranks())
+        if self._mesh.is_main:
+            torch.save(training, temporary / "training.pt")
+            (temporary / "state.json").write_text(state, encoding="utf-8")
+            describe(temporary / "hf")
+            (temporary / _MARKER).write_text(json.dumps(_sizes(temporary), indent=1), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(temporary, final)
+            for path in superfluous(self.root, self._keep):
+                shutil.rmtree(path, ignore_errors=True)
+        wait_for_all(self._group, what="completion of the checkpoint")
+
+
+class DamagedError(ValueError):
+    """A checkpoint that cannot be read."""
 
 
 def complete(root: Path) -> list[Path]:
@@ -68,48 +216,78 @@ def complete(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob(f"step-*/{_MARKER}"))
 
 
-def load_latest(root: Path, model: Any) -> Loaded | None:
-    """Load the newest checkpoint that reads back whole into `model`; None when there is none.
+def superfluous(root: Path, keep: Keep) -> list[Path]:
+    """Complete checkpoints that `keep` does not name."""
+    found = complete(root)
+    kept = set(found[-keep.last :])
+    if keep.every:
+        kept |= {path for path in found if int(path.name.removeprefix("step-")) % keep.every == 0}
+    if keep.best is not None:
+        states = [(json.loads((path / "state.json").read_text(encoding="utf-8")), path) for path in found]
+        measured = [(s["metrics"][keep.best], path) for s, path in states if keep.best in s.get("metrics", {})]
+        if measured:
+            kept.add(max(measured)[1])
+    return [path for path in found if path not in kept]
 
-    A damaged one is reported and the one before it is taken.
-    """
-    for path in reversed(complete(root)):
-        try:
-            return load(path, model)
-        except ValueError as error:
-            log.warning("%s; trying the checkpoint before it", error)
+
+def read_weights(path: Path, model: Any) -> None:
+    """Load only the weights of a checkpoint into an unsharded model; ValueError when that is not possible."""
+    Checkpoints(path.parent).load(path, model=model, optimizer=None)
+
+
+def _pieces(model: Any, optimizer: Optimizer | None, mesh: Mesh, cuts: Mapping[str, Cut] | None) -> dict[str, Piece]:
+    """This rank's part of weights and moments; the tensors are the live ones."""
+    where = places(model, mesh, cuts)
+    found = {f"model.{n}": Piece(local_tensor(p).detach(), where[n]) for n, p in model.named_parameters()}
+    if optimizer is not None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter, master, moments in zip(
+            optimizer.parameters, optimizer.masters, optimizer.moments(), strict=True
+        ):
+            name = names[id(parameter)]
+            found[f"model.{name}"] = Piece(master.detach(), where[name])
+            found |= {f"optimizer.{name}.{kind}": Piece(tensor, where[name]) for kind, tensor in moments.items()}
+    return found
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None."""
+    marker = path / _MARKER
+    if not marker.exists():
+        return f"checkpoint {path} is not complete (no file {_MARKER}): it was interrupted while being written"
+    try:
+        expected = json.loads(marker.read_text(encoding="utf-8"))
+    except ValueError:
+        return f"checkpoint {path} is damaged: {_MARKER} does not read back"
+    actual = _sizes(path)
+    for name, size in expected.items():
+        if actual.get(name) != size:
+            found = f"has {actual[name]} bytes" if name in actual else "is missing"
+            return f"checkpoint {path} is damaged: {name} {found}, was written with {size}"
     return None
 
 
-def load(path: Path, model: Any) -> Loaded:
-    """Load one checkpoint into `model`; ValueError that names it when it is not complete or does not read back."""
-    if not (path / _MARKER).exists():
-        raise ValueError(
-            f"checkpoint {path} is not complete (no file {_MARKER}): it was interrupted while being written"
-        )
-    try:
-        weights: dict[str, torch.Tensor] = {}
-        for file in sorted(path.glob("*.safetensors")):
-            weights |= load_file(file)
-        training = torch.load(path / "training.pt", weights_only=True)
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
-    _load_weights(path, model, weights)
-    torch.set_rng_state(training["random"])
-    return Loaded(path, state, training["optimizer"])
+def _sizes(directory: Path) -> dict[str, int]:
+    files: Iterable[Path] = (p for p in directory.rglob("*") if p.is_file() and p.name != _MARKER)
+    return {str(p.relative_to(directory)): p.stat().st_size for p in sorted(files)}
 
 
-def _load_weights(path: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:
-    own = model.state_dict()
-    # A tied tensor is stored once, under one of its names.
-    stored = {own[name].data_ptr() for name in weights if name in own}
-    missing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in stored]
-    unknown = [name for name in weights if name not in own]
-    shapes = [name for name in weights if name in own and own[name].shape != weights[name].shape]
+def _refuse_other_model(path: Path, pieces: Mapping[str, Piece]) -> None:
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    missing = [name for name in pieces if name not in stored]
+    wanted_kinds = {name.partition(".")[0] for name in pieces}
+    unknown = [name for name in stored if name not in pieces and name.partition(".")[0] in wanted_kinds]
+    shapes = [n for n, p in pieces.items() if n in stored and getattr(stored[n], "size", None) != p.size()]
     if missing or unknown or shapes:
         raise ValueError(
             f"checkpoint {path} belongs to another model: missing {missing[:3]}, unknown {unknown[:3]}, "
             f"other shapes {shapes[:3]}"
         )
-    model.load_state_dict(weights, strict=False)
+
+
+@contextmanager
+def _quiet() -> Any:
+    """Without torch's notes that a single process needs no group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -154,6 +154,26 @@ def evaluate(
 
 
 @app.command()
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run, or one of its checkpoints.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.", show_default=False)],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Numbers of the written weights: auto, float32 or bfloat16.")
+    ] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face model, whatever number of devices it was made on.
+
+    `covey export runs/mine --out models/mine`
+    """
+    from covey.tools import export as tool
+
+    _report(tool.run(source, out, dtype=dtype), as_json)
+
+
+@app.command()
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)],
     step: Annotated[int | None, typer.Option("--step", help="Step to show; default: the last recorded.")] = None,

@@ -15,8 +15,10 @@ import numpy as np
 
 from covey.config.load import LoadedConfig
 from covey.config.schema import Config
+from covey.distributed.mesh import Mesh
 from covey.rewards.runner import Scorer, Scores
 from covey.rollout.engine import RolloutEngine, Sampling
+from covey.rollout.shared import gather_scores
 from covey.setup import load_parts, load_prompts, make_engine
 from covey.types import Group, Prompt
 
@@ -27,9 +29,9 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def evaluate(
-    engine: RolloutEngine, scorer: Scorer, prompts: list[Prompt], config: Config
+    engine: RolloutEngine, scorer: Scorer, prompts: list[Prompt], config: Config, mesh: Mesh | None = None
 ) -> tuple[dict[str, float], list[Group], Scores]:
-    """Metrics under `eval/...`, with the groups and scores they come from.
+    """Metrics under `eval/...`, with the groups and scores they come from; of all ranks of `mesh`, on each.
 
     Every evaluation of a run draws the same random numbers, so that two of them differ by the weights alone.
     """
@@ -43,7 +45,7 @@ def evaluate(
     )
     start = time.perf_counter()
     groups = engine.generate(prompts, sampling, on_group=scorer.submit)
-    scores = scorer.collect()
+    scores = gather_scores(scorer.collect(), mesh or Mesh())
     values = summarize_evaluation(groups, scores, threshold=settings.pass_threshold, pass_on=settings.pass_on)
     values["timing/eval"] = time.perf_counter() - start
     return values, groups, scores

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,31 +70,40 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
-            with torch.no_grad():
-                for parameter, master in zip(self.parameters, self.masters, strict=True):
-                    if parameter.dtype != torch.float32:
-                        local_tensor(parameter).copy_(master)
+            self.publish()
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
         return value
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments, and the masters where they are more exact than the weights."""
-        masters = [None if p.dtype == m.dtype else m for p, m in zip(self.parameters, self.masters, strict=True)]
-        return {"adamw": self._adamw.state_dict(), "masters": masters}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()` of the same parameters."""
-        if len(state["masters"]) != len(self.masters):
-            raise ValueError(
-                f"the checkpoint's optimizer has {len(state['masters'])} parameters, the model {len(self.masters)}: "
-                "it belongs to another model"
-            )
-        self._adamw.load_state_dict(state["adamw"])
+    def publish(self) -> None:
+        """Round the masters into the 16-bit weights that the model runs on."""
         with torch.no_grad():
-            for master, saved in zip(self.masters, state["masters"], strict=True):
-                if saved is not None:
-                    master.copy_(saved)
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if parameter.dtype != torch.float32:
+                    local_tensor(parameter).copy_(master)
+
+    def moments(self) -> list[dict[str, Tensor]]:
+        """AdamW's two moments of each parameter, live."""
+        return [{kind: self._state(master)[kind] for kind in ("exp_avg", "exp_avg_sq")} for master in self.masters]
+
+    @property
+    def steps(self) -> list[float]:
+        """AdamW's step count of each parameter."""
+        return [float(self._state(master)["step"]) for master in self.masters]
+
+    @steps.setter
+    def steps(self, values: list[float]) -> None:
+        for master, value in zip(self.masters, values, strict=True):
+            self._state(master)["step"].fill_(value)
+
+    def _state(self, master: Tensor) -> dict[str, Tensor]:
+        """AdamW's state of a parameter; zeros before its first step, as AdamW itself begins."""
+        state = self._adamw.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        return state
 
 
 def _master(parameter: Tensor) -> Tensor:

@@ -9,16 +9,22 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from covey import device as devices
-from covey.config.schema import Config, ModelConfig, TrainConfig
+from covey.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from covey.data.prompts import PromptSet, build_prompts, split_prompts
 from covey.data.rows import load_rows
+from covey.distributed import mesh as meshes
+from covey.distributed.gradients import GradientNorm
+from covey.distributed.mesh import Mesh
 from covey.models.load import check_vocabulary, load_model, load_tokenizer, stop_ids
+from covey.optim import Optimizer
 from covey.policy import ForwardLimits, Policy
 from covey.rollout.engine import RolloutEngine
 from covey.rollout.native import NativeEngine
+from covey.rollout.shared import SharedEngine
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +44,52 @@ class Parts:
     device: devices.Device
     tokenizer: Any
     policy: Policy
+    mesh: Mesh
 
 
-def load_parts(model: ModelConfig, train: TrainConfig, *, kind: str, temperature: float) -> Parts:
-    """Device, tokenizer and model, checked against each other."""
+def load_parts(
+    model: ModelConfig, train: TrainConfig, parallel: ParallelConfig | None = None, *, kind: str, temperature: float
+) -> Parts:
+    """Device, tokenizer and model, checked against each other and shared by the ranks of `parallel`."""
     disable_progress_bar()  # transformers' own, for files that load in a moment
-    device = devices.resolve(kind, model.dtype)
+    device = devices.resolve(kind, model.dtype, meshes.local_rank())
+    parallel = parallel or ParallelConfig()
+    mesh = meshes.start(
+        communication=device.communication,
+        device=device.torch_device,
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=parallel.dp_shard,
+        timeout_s=parallel.timeout_s,
+    )
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
     network = load_model(
-        model.path, dtype=device.dtype, device=device.torch_device, trust_remote_code=model.trust_remote_code
+        model.path,
+        dtype=device.dtype if mesh.world == 1 else torch.float32,  # pieces are fp32 masters
+        device=device.torch_device,
+        trust_remote_code=model.trust_remote_code,
     )
     check_vocabulary(network, tokenizer)
     if model.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     limits = ForwardLimits(train.max_tokens_per_micro_batch, train.logits_chunk_bytes)
-    policy = Policy(network, device=device.torch_device, temperature=temperature, limits=limits)
-    return Parts(device, tokenizer, policy)
+    policy = Policy(
+        network,
+        device=device.torch_device,
+        temperature=temperature,
+        limits=limits,
+        mesh=mesh,
+        compute_dtype=device.dtype,
+    )
+    return Parts(device, tokenizer, policy, mesh)
+
+
+def make_optimizer(parts: Parts, train: TrainConfig) -> Optimizer:
+    """AdamW over the policy's weights, or over this rank's pieces of them."""
+    parameters = [p for p in parts.policy.model.parameters() if p.requires_grad]
+    if parts.mesh.world == 1:
+        return Optimizer(parameters, train)
+    norm = GradientNorm(parts.mesh, [False] * len(parameters), device=parts.device.torch_device)
+    return Optimizer(parameters, train, norm=norm)
 
 
 def load_reference(config: Config, parts: Parts) -> Policy:
@@ -71,7 +107,14 @@ def load_reference(config: Config, parts: Parts) -> Policy:
         )
     network.requires_grad_(False)
     policy = parts.policy
-    return Policy(network, device=policy.device, temperature=policy.temperature, limits=policy.limits)
+    return Policy(
+        network,
+        device=policy.device,
+        temperature=policy.temperature,
+        limits=policy.limits,
+        mesh=parts.mesh,
+        compute_dtype=parts.device.dtype,
+    )
 
 
 def load_prompts(config: Config, tokenizer: Any) -> Prompts:
@@ -95,7 +138,13 @@ def stop_token_ids(config: Config, parts: Parts, prompts: Prompts) -> list[int]:
 
 
 def make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine:
-    """The rollout engine that `rollout.engine` names."""
+    """The rollout engine that `rollout.engine` names, shared by the ranks."""
+    with parts.policy.gathered():
+        engine = _make_engine(config, parts, prompts)
+    return engine if parts.mesh.world == 1 else SharedEngine(engine, parts.mesh, parts.policy.gathered)
+
+
+def _make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine:
     stops = stop_token_ids(config, parts, prompts)
     if config.rollout.engine == "vllm":
         from covey.rollout.vllm import VllmEngine

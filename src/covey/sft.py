@@ -19,10 +19,10 @@ from covey.config.schema import DataConfig, LoggingConfig, SftRunConfig
 from covey.data.dataset import PromptStream
 from covey.data.prompts import PromptSet, build_prompts
 from covey.data.rows import load_rows
-from covey.loggers import open_loggers
-from covey.models.load import export_model
-from covey.optim import Optimizer, learning_rate
-from covey.setup import Parts, load_parts
+from covey.distributed import mesh as meshes
+from covey.loggers import Logger, SilentLogger, open_loggers
+from covey.optim import learning_rate
+from covey.setup import Parts, load_parts, make_optimizer
 from covey.types import Group, Prompt, Response
 
 
@@ -30,8 +30,9 @@ def run(loaded: LoadedConfig[SftRunConfig]) -> dict[str, Any]:
     """Train, write OUTPUT/model and OUTPUT/summary.json, return the summary."""
     config = loaded.config
     output = Path(config.output_dir)
-    preflight.check_output_dir(output, resume=None)
-    parts = load_parts(config.model, config.train, kind=config.device, temperature=1.0)
+    if meshes.is_main_process():
+        preflight.check_output_dir(output, resume=None)
+    parts = load_parts(config.model, config.train, config.parallel, kind=config.device, temperature=1.0)
     prompts = _demonstrations(config, parts)
     stop_id = (prompts.stop_token_ids or [parts.tokenizer.eos_token_id])[0]
     batch_size = min(config.train.batch_size, len(prompts))
@@ -39,9 +40,11 @@ def run(loaded: LoadedConfig[SftRunConfig]) -> dict[str, Any]:
     steps = config.train.steps
     if config.sft.epochs is not None:
         steps = max(1, config.sft.epochs * len(prompts) // batch_size)
-    optimizer = Optimizer(parts.policy.model.parameters(), config.train)
-    output.mkdir(parents=True, exist_ok=True)
-    logger = open_loggers(LoggingConfig(), output, total_steps=steps)
+    optimizer = make_optimizer(parts, config.train)
+    logger: Logger = SilentLogger()
+    if parts.mesh.is_main:
+        output.mkdir(parents=True, exist_ok=True)
+        logger = open_loggers(LoggingConfig(), output, total_steps=steps)
     start = time.perf_counter()
     values: dict[str, float] = {}
     try:
@@ -50,11 +53,11 @@ def run(loaded: LoadedConfig[SftRunConfig]) -> dict[str, Any]:
             groups = [_group(prompt, parts.tokenizer, stop_id) for prompt in stream.next_batch()]
             values = parts.policy.imitate(groups, optimizer=optimizer, lr=learning_rate(step - 1, config.train, steps))
             seconds = time.perf_counter() - begin
-            values |= {"timing/all": seconds, "sft/tps": sum(map(_num_tokens, groups)) / seconds}
+            values |= {"timing/all": seconds, "sft/tps": sum(map(_num_tokens, groups)) / seconds / parts.mesh.world}
             logger.write(step, values)
     finally:
         logger.close()
-    export_model(parts.policy.model, parts.tokenizer, output / "model")
+    parts.policy.export(parts.tokenizer, output / "model")
     summary = {
         "steps": steps,
         "seconds": time.perf_counter() - start,
@@ -63,7 +66,9 @@ def run(loaded: LoadedConfig[SftRunConfig]) -> dict[str, Any]:
         "loss": values["sft/loss"],
         "model": str(output / "model"),
     }
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if parts.mesh.is_main:
+        (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    meshes.stop()
     return summary
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import signal
 import sys
 import time
@@ -19,22 +20,36 @@ from typing import Any
 import numpy as np
 import yaml
 
-from covey import checkpoint, preflight
-from covey.algorithm.advantages import ADVANTAGES
-from covey.algorithm.losses import LOSSES
+from covey import preflight
+from covey.algorithm.losses import find_loss
+from covey.checkpoint import Checkpoints, Keep
 from covey.config.load import LoadedConfig
 from covey.config.schema import Config
+from covey.credit import ADVANTAGE_NAMES, advantages_of
 from covey.data.dataset import PromptStream
+from covey.distributed import mesh as meshes
+from covey.distributed.collectives import any_true, max_dicts
 from covey.evaluate import evaluate
-from covey.loggers import Logger, open_loggers
+from covey.loggers import Logger, SilentLogger, open_loggers
 from covey.metrics import summarize
-from covey.models.load import export_model
-from covey.optim import Optimizer, learning_rate
+from covey.optim import learning_rate
 from covey.rewards.runner import Scorer
+from covey.rewards.scores import Scores
+from covey.rollout.dynamic import sample_groups
 from covey.rollout.engine import Sampling
 from covey.rollout.records import write_records
-from covey.setup import Parts, Prompts, load_parts, load_prompts, load_reference, make_engine, stop_token_ids
-from covey.types import StepBatch
+from covey.rollout.shared import gather_scores
+from covey.setup import (
+    Parts,
+    Prompts,
+    load_parts,
+    load_prompts,
+    load_reference,
+    make_engine,
+    make_optimizer,
+    stop_token_ids,
+)
+from covey.types import Group, StepBatch
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +58,18 @@ def train(loaded: LoadedConfig[Config], *, resume: bool | str | None = None, qui
     """Run to the end and return the summary that is also written to OUTPUT/summary.json.
 
     resume: None refuses a directory that holds a run; True or "auto" goes on from its newest checkpoint ("auto" also
-    starts a new run where there is none); a path goes on from that checkpoint. KeyboardInterrupt after the checkpoint
-    is written when the user asked to stop.
+    starts a new run where there is none); a path goes on from that checkpoint. When the user asked to stop, the
+    checkpoint is written and the summary says `interrupted`.
     """
     run = Run(loaded, resume=resume, quiet=quiet)
     try:
         with _finish_step_on_interrupt() as interrupted:
             run.loop(interrupted)
-        return run.finish(interrupted=bool(interrupted))
+        summary = run.finish(interrupted=bool(interrupted))
     finally:
         run.close()
+    meshes.stop()
+    return summary
 
 
 class Run:
@@ -64,19 +81,25 @@ class Run:
         self.quiet = quiet
         self.output = Path(config.output_dir)
         self._start = time.perf_counter()
-        preflight.check_output_dir(self.output, resume)
-        preflight.check_name("algorithm.loss", config.algorithm.loss, LOSSES)
-        preflight.check_name("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
+        if meshes.is_main_process():
+            preflight.check_output_dir(self.output, resume)
+        find_loss(config.algorithm.loss)
+        preflight.check_name("algorithm.advantage", config.algorithm.advantage, ADVANTAGE_NAMES)
         self.scorer = Scorer(config.reward, max_response_length=config.rollout.max_response_length)
         self.parts: Parts = load_parts(
-            config.model, config.train, kind=config.device, temperature=config.rollout.temperature
+            config.model, config.train, config.parallel, kind=config.device, temperature=config.rollout.temperature
         )
+        self.mesh = self.parts.mesh
         self.policy = self.parts.policy
         self.prompts: Prompts = load_prompts(config, self.parts.tokenizer)
         preflight.check_lengths(int(self.prompts.train.lengths.max()), config, self.policy.model.config)
         self.engine = make_engine(config, self.parts, self.prompts)
         self.ref = load_reference(config, self.parts) if config.algorithm.kl_coef else None
-        self.optimizer = Optimizer(self.policy.model.parameters(), config.train)
+        self.optimizer = make_optimizer(self.parts, config.train)
+        keep = Keep(last=config.checkpoint.keep_last, every=config.checkpoint.keep_every, best=config.checkpoint.best)
+        self.checkpoints = Checkpoints(
+            self.output / "checkpoints", self.mesh, keep=keep, background=config.checkpoint.background
+        )
         self.stream = PromptStream(
             self.prompts.train,
             batch_size=config.train.batch_size,
@@ -90,13 +113,17 @@ class Run:
         self.evaluations: dict[int, dict[str, float]] = {}
         if resume:
             self._resume(resume)
+        self.logger: Logger = SilentLogger()
+        if self.mesh.is_main:
+            self._start_writing(loaded)
+
+    def _start_writing(self, loaded: LoadedConfig[Config]) -> None:
+        config = self.config
         self.output.mkdir(parents=True, exist_ok=True)
         self._describe(loaded)
         # A run resumed at its very start measures step 0 again.
         first_step = self.done + 1 if self.done else 0
-        self.logger: Logger = open_loggers(
-            config.logging, self.output, total_steps=config.train.steps, first_step=first_step
-        )
+        self.logger = open_loggers(config.logging, self.output, total_steps=config.train.steps, first_step=first_step)
 
     def loop(self, interrupted: list[int]) -> None:
         """Steps until the last one, or until `interrupted` is filled."""
@@ -104,7 +131,8 @@ class Run:
         if self.done == 0 and self._evaluates(0):
             self.logger.write(0, self.evaluate(0))
         for step in range(self.done + 1, config.train.steps + 1):
-            if interrupted:
+            if any_true(bool(interrupted), self.mesh.world_group, what="whether to stop"):
+                interrupted.append(0)  # another rank was asked to
                 break
             values = self.step(step)
             self.done = step
@@ -113,27 +141,30 @@ class Run:
             every = config.checkpoint.every
             if every and step % every == 0:
                 start = time.perf_counter()
-                self.save()
+                self.save(values)
                 values["timing/checkpoint"] = time.perf_counter() - start
             self.logger.write(step, values)
 
     def step(self, step: int) -> dict[str, float]:
         """One rollout and its update; returns the step's metrics."""
         config, algorithm, timer = self.config, self.config.algorithm, _Timer(self.parts.device.synchronize)
-        prompts = self.stream.next_batch()
-        with timer("rollout"):
-            groups = self.engine.generate(prompts, self._sampling(step), on_group=self.scorer.submit)
-        with timer("rule_reward"):
-            scores = self.scorer.collect()
-        with timer("adv"):
-            advantages = ADVANTAGES[algorithm.advantage](scores.total, eps=algorithm.advantage_eps)
-        batch = StepBatch(groups, scores.total, advantages)
+        groups, scores, rounds = sample_groups(lambda: self._rollout(step, timer), max_rounds=algorithm.max_rounds)
+        batch = StepBatch(groups, scores.total, np.zeros(scores.total.shape))
         with timer("old_log_p"):
-            if self.policy.needs_old_logprobs(algorithm, len(groups)):
+            if algorithm.kl_in_reward or self.policy.needs_old_logprobs(algorithm, len(groups)):
                 batch.old_logprobs = self.policy.logprobs(groups)
         with timer("reference_model"):
             if self.ref is not None:
                 batch.ref_logprobs = self.ref.logprobs(groups)
+        with timer("adv"):
+            batch.advantages = advantages_of(
+                batch,
+                algorithm,
+                parts=scores.parts,
+                weights=scores.weights,
+                kl_coef=self.policy.current_kl_coef(algorithm),
+                max_response_length=config.rollout.max_response_length,
+            )
         with timer("update"):
             stats = self.policy.update(
                 batch,
@@ -144,49 +175,65 @@ class Run:
             )
         with timer("sync"):
             self.engine.load_weights(self.policy.weights(), version=self.policy.optimizer_steps)
-        timings = timer.finish()
-        if config.logging.records:
-            write_records(self.output, step, groups, scores.total, scores.parts, advantages)
-        update = stats.values | {
-            "memory/peak_bytes": float(self.parts.device.peak_memory_bytes()),
-            "reward/errors": float(scores.counts["errors"] + scores.counts["timeouts"]),
-        }
+        timings = max_dicts(timer.finish(), self.mesh.world_group, what="timings of the step")
+        if config.logging.records and self.mesh.is_main:
+            write_records(self.output, step, groups, scores.total, scores.parts, batch.advantages)
+        update = (
+            stats.values
+            | rounds
+            | {
+                "memory/peak_bytes": self._peak_bytes(),
+                "reward/errors": float(scores.counts["errors"] + scores.counts["timeouts"]),
+            }
+        )
         return summarize(
             groups,
             scores.total,
             parts=scores.parts,
-            advantages=advantages,
+            advantages=batch.advantages,
             timings=timings,
             update=update,
-            world_size=1,
+            world_size=self.mesh.world,
         )
+
+    def _rollout(self, step: int, timer: _Timer) -> tuple[list[Group], Scores]:
+        """The next prompts, sampled and scored; the same on every rank."""
+        prompts = self.stream.next_batch()
+        with timer("rollout"):
+            groups = self.engine.generate(prompts, self._sampling(step), on_group=self.scorer.submit)
+        with timer("rule_reward"):
+            return groups, gather_scores(self.scorer.collect(), self.mesh)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics; kept for the summary."""
         assert self.prompts.eval is not None
-        values, groups, scores = evaluate(self.engine, self.scorer, list(self.prompts.eval), self.config)
+        values, groups, scores = evaluate(self.engine, self.scorer, list(self.prompts.eval), self.config, self.mesh)
         self.evaluations[step] = values
-        if self.config.logging.records:
+        if self.config.logging.records and self.mesh.is_main:
             no_advantages = np.full(scores.total.shape, np.nan)
             write_records(self.output / "evaluations", step, groups, scores.total, scores.parts, no_advantages)
         return values
 
-    def save(self) -> None:
-        """Write the checkpoint of the finished step."""
-        checkpoint.save(
-            self.output / "checkpoints",
+    def _peak_bytes(self) -> float:
+        mine = {"peak": float(self.parts.device.peak_memory_bytes())}
+        return max_dicts(mine, self.mesh.world_group, what="memory of the step")["peak"]
+
+    def save(self, metrics: dict[str, float] | None = None) -> None:
+        """Write the checkpoint of the finished step; `metrics` are its values, for checkpoint.best."""
+        self.checkpoints.save(
             self.done,
             model=self.policy.model,
             tokenizer=self.parts.tokenizer,
-            optimizer=self.optimizer.state_dict(),
+            optimizer=self.optimizer,
             state={
                 "step": self.done,
                 "optimizer_steps": self.policy.optimizer_steps,
+                "kl_coef": self.policy.kl_coef,
                 "stream": self.stream.state_dict(),
                 "evaluations": {str(step): values for step, values in self.evaluations.items()},
+                "metrics": {k: v for k, v in (metrics or {}).items() if math.isfinite(v)},
                 "config": self.config.model_dump(mode="json"),
             },
-            keep_last=self.config.checkpoint.keep_last,
         )
         self.saved = self.done
 
@@ -194,21 +241,22 @@ class Run:
         """Last checkpoint, export, summary."""
         if self.saved != self.done:
             self.save()
+        self.checkpoints.wait()
         summary: dict[str, Any] = {
             "steps": self.done,
             "seconds": time.perf_counter() - self._start,
             "output_dir": str(self.output),
-            "checkpoint": str(checkpoint.complete(self.output / "checkpoints")[-1]),
+            "checkpoint": str(self.checkpoints.complete()[-1]),
             "evaluations": {str(step): values for step, values in sorted(self.evaluations.items())},
         }
+        summary["interrupted"] = interrupted
         if interrupted:
-            raise KeyboardInterrupt(
-                f"stopped after step {self.done}; checkpoint {summary['checkpoint']}; go on with --resume"
-            )
-        if self.config.checkpoint.export:
-            export_model(self.policy.model, self.parts.tokenizer, self.output / "model")
+            log.warning("stopped after step %d; checkpoint %s; go on with --resume", self.done, summary["checkpoint"])
+        elif self.config.checkpoint.export:
+            self.policy.export(self.parts.tokenizer, self.output / "model")
             summary["model"] = str(self.output / "model")
-        (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        if self.mesh.is_main:
+            (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return summary
 
     def close(self) -> None:
@@ -236,24 +284,22 @@ class Run:
         return step % every == 0 or step == self.config.train.steps
 
     def _resume(self, resume: bool | str) -> None:
-        root = self.output / "checkpoints"
         if isinstance(resume, str) and resume != "auto":
-            found = checkpoint.load(Path(resume), self.policy.model)
+            state = self.checkpoints.load(Path(resume), model=self.policy.model, optimizer=self.optimizer)
         else:
-            found = checkpoint.load_latest(root, self.policy.model)
-        if found is None:
+            state = self.checkpoints.load_latest(model=self.policy.model, optimizer=self.optimizer)
+        if state is None:
             if resume == "auto":
                 return
-            raise ValueError(f"--resume: no complete checkpoint under {root}; start without --resume")
-        state = found.state
+            raise ValueError(f"--resume: no complete checkpoint under {self.checkpoints.root}; start without --resume")
         preflight.warn_changed_config(state["config"], self.config.model_dump(mode="json"))
-        self.optimizer.load_state_dict(found.optimizer)
         self.policy.optimizer_steps = state["optimizer_steps"]
+        self.policy.kl_coef = state["kl_coef"]
         self.stream.load_state_dict(state["stream"])
         self.evaluations = {int(step): values for step, values in state["evaluations"].items()}
         self.done = self.saved = state["step"]
         self.engine.load_weights(self.policy.weights(), version=self.policy.optimizer_steps)
-        log.info("resumed after step %d from %s", self.done, found.path)
+        log.info("resumed after step %d from %s", self.done, state["path"])
 
     def _describe(self, loaded: LoadedConfig[Config]) -> None:
         """Write config.yaml and run.json, and print the start-up tables."""
@@ -292,7 +338,7 @@ class _Timer:
         start = time.perf_counter()
         yield
         self._synchronize()
-        self._seconds[name] = time.perf_counter() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def finish(self) -> dict[str, float]:
         """All parts, and `all` since the timer was made."""

@@ -108,6 +108,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_main_process() -> bool:
+    """Whether this process will be rank 0; known before the processes have joined."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def resolve_degrees(
     world: int, *, dp_replicate: int = 1, dp_shard: int | Literal["auto"] = "auto", cp: int = 1, tp: int = 1
 ) -> tuple[int, int, int, int]:

@@ -100,7 +100,7 @@ def check_vocabulary(model: Any, tokenizer: Any) -> None:
     largest = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
     if largest > vocab_size:
         raise ValueError(
-            f"the tokenizer has ids up to {largest - 1}, the model a vocabulary of {vocab_size}: "
+            f"the tokenizer has ids up to {largest - 1}, but the model's vocabulary ends at {vocab_size - 1}: "
             "model.tokenizer does not belong to model.path (or the embeddings were not resized after adding tokens)"
         )
 
@@ -110,11 +110,25 @@ def head_weight(model: Any) -> Tensor:
     return model.get_output_embeddings().weight
 
 
-def export_model(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
-    """Write weights (safetensors), config and tokenizer as `transformers` reads them, in place of `directory`."""
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    directory: Path,
+    *,
+    weights: dict[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write weights, config and tokenizer as `transformers` reads them, in place of `directory`.
+
+    weights: instead of the model's own, which may be a part; all of type `dtype`, which the config then names.
+    """
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
+    model.save_pretrained(temporary, state_dict=weights)
+    if dtype is not None:
+        config = AutoConfig.from_pretrained(temporary)
+        config.dtype = dtype
+        config.save_pretrained(temporary)
     if tokenizer is not None:
         tokenizer.save_pretrained(temporary)
     shutil.rmtree(directory, ignore_errors=True)
