@@ -38,6 +38,7 @@ class BuiltIn:
     range: tuple[float, float] = (0.0, 1.0)  # lowest and highest score
     include: tuple[str, ...] = ()  # facts about the response that it reads from the row
     settings: tuple[str, ...] = ()  # settings of the run that become options unless the entry gives them
+    timeout_s: float | None = None  # time limit per response when the entry gives none, instead of reward.timeout_s
     cache: bool = True  # equal response, row and options have equal scores
 
 
@@ -45,6 +46,7 @@ REWARDS: dict[str, BuiltIn] = {
     "math": BuiltIn("covey.rewards.math_answer:math_reward"),
     "answer": BuiltIn("covey.rewards.math_answer:answer_reward"),
     "code": BuiltIn("covey.rewards.code_tests:code_reward", settings=("sandbox",)),
+    "judge": BuiltIn("covey.rewards.judge:judge_reward", timeout_s=120.0, cache=False),
     "format": BuiltIn("covey.rewards.rules:format_reward"),
     "overlong": BuiltIn(
         "covey.rewards.rules:overlong_reward", (-1.0, 0.0), ("num_tokens",), settings=("max_response_length",)

@@ -173,7 +173,7 @@ class Scorer:
             weight=entry.weight,
             options={**settings, **entry.options},
             batch=entry.batch,
-            timeout_s=entry.timeout_s or self._config.timeout_s,
+            timeout_s=entry.timeout_s or built_in.timeout_s or self._config.timeout_s,
             retries=entry.retries,
             include=(*built_in.include, *entry.include),
             cache=built_in.cache if entry.cache is None else entry.cache,
