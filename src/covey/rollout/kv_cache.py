@@ -3,8 +3,7 @@
 A *wave* is a set of prompts admitted together with the rows (responses) that continue them. All rows of a wave are
 equally long, so the response part of attention needs no mask. Prompts are padded to the wave's longest one and kept
 once, however many responses share them: decode attention is one softmax over [prompt scores | response scores], where
-the scores of all responses to a prompt are one matrix product (`_SharedPrompts`). Where sharing saves little, because
-prompts are short or have one response each, every row begins with a copy of its prompt and attention is one call.
+the scores of all responses to a prompt are one matrix product (`_SharedPrompts`).
 
 Rows leave a wave by moving the last rows into their places, so the model never runs a finished response and only the
 moved rows are copied. Prompts and memory are given back when enough of them is unused.
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-SHORT_PROMPT = 32  # tokens; in a wave of prompts up to this length every row has its own copy
 _FIRST_CAPACITY = 32  # response tokens a new cache has room for; doubles when full
 
 
@@ -47,10 +45,7 @@ class CacheLayout:
 
 
 class Wave:
-    """The caches of one wave. `prompt_of_row` names, for every row, the prompt it continues.
-
-    Call order: the prefill plans fill `prompt_keys` and `prompt_values`, `finish_prefill`, then decode plans.
-    """
+    """The caches of one wave. `prompt_of_row` names, for every row, the prompt it continues."""
 
     def __init__(self, layout: CacheLayout, prompt_lens: list[int], prompt_of_row: list[int], max_length: int) -> None:
         self.layout = layout
@@ -59,89 +54,51 @@ class Wave:
         self.num_rows = len(prompt_of_row)  # S
         self.max_length = max_length  # response tokens a row can reach
         self.length = 0  # response tokens in the cache, L
-        self.prompt_keys = layout.zeros(len(prompt_lens), max(prompt_lens))
+        self.prompt_keys = layout.zeros(len(prompt_lens), max(prompt_lens))  # (Q, N_kv, P, H) for each layer
         self.prompt_values = layout.zeros(len(prompt_lens), max(prompt_lens))
-        self.keys: list[Tensor] = []  # (rows with room, N_kv, prefix + room for response tokens, H) for each layer
-        self.values: list[Tensor] = []
-        self.prefix = 0  # prompt tokens copied before every response; 0: prompts are shared
-        self._prefix_mask: Tensor | None = None  # (S, 1, 1, prefix + max_length) True: visible
-        self._shared: _SharedPrompts | None = None
+        capacity = min(_FIRST_CAPACITY, max_length)
+        self.keys = layout.zeros(self.num_rows, capacity)  # (rows with room, N_kv, tokens with room, H) for each layer
+        self.values = layout.zeros(self.num_rows, capacity)
+        self._shared = _SharedPrompts(prompt_lens, max(prompt_lens), prompt_of_row, layout.device)
 
     @property
     def reserved_bytes(self) -> int:
         """Memory the wave can grow to: padded prompts, and every row it has room for at full length."""
-        prompts = self.prompt_keys[0].shape[0] * self.prompt_keys[0].shape[2] if self.prompt_keys else 0
-        return (prompts + self.keys[0].shape[0] * (self.prefix + self.max_length)) * self.layout.token_bytes
-
-    def finish_prefill(self) -> None:
-        """Make room for the responses, and copy the prompts in front of them or set up their sharing."""
-        longest, device = max(self.prompt_lens), self.layout.device
-        if longest <= SHORT_PROMPT or len(self.prompt_lens) == self.num_rows:
-            self.prefix = longest
-        capacity = self.prefix + min(_FIRST_CAPACITY, self.max_length)
-        self.keys = self.layout.zeros(self.num_rows, capacity)
-        self.values = self.layout.zeros(self.num_rows, capacity)
-        if not self.prefix:
-            self._shared = _SharedPrompts(self.prompt_lens, longest, self.prompt_of_row, device)
-            return
-        index = torch.tensor(self.prompt_of_row, device=device)
-        for caches, prompts in ((self.keys, self.prompt_keys), (self.values, self.prompt_values)):
-            for cache, prompt in zip(caches, prompts, strict=True):
-                cache[:, :, :longest] = prompt[index]
-            prompts.clear()
-        if min(self.prompt_lens) < longest:
-            place = torch.arange(longest + self.max_length, device=device)
-            lens = torch.tensor(self.prompt_lens, device=device)[index].unsqueeze(1)
-            self._prefix_mask = ((place < lens) | (place >= longest)).view(self.num_rows, 1, 1, -1)
+        prompts, _, longest, _ = self.prompt_keys[0].shape
+        return (prompts * longest + self.keys[0].shape[0] * self.max_length) * self.layout.token_bytes
 
     def keep_rows(self, order: list[int]) -> None:
         """Row i becomes what row order[i] was; the rows not named are gone."""
-        index = torch.tensor(order, device=self.layout.device)
-        moves = [i for i, row in enumerate(order) if i != row]
+        moves = [(i, row) for i, row in enumerate(order) if i != row]
         if moves:
-            target = torch.tensor(moves, device=self.layout.device)
-            source, used = index[target], self.prefix + self.length
+            target, source = torch.tensor(moves, device=self.layout.device).t()
             for cache in (*self.keys, *self.values):
-                cache[target, :, :used] = cache[source, :, :used]
+                cache[target, :, : self.length] = cache[source, :, : self.length]
         self.prompt_of_row = [self.prompt_of_row[row] for row in order]
         self.num_rows = len(order)
         if 2 * self.num_rows <= self.keys[0].shape[0]:
             self._resize(self.num_rows, self.keys[0].shape[2])
-        if self._prefix_mask is not None:
-            self._prefix_mask = self._prefix_mask[index]
-        if self._shared is not None:
-            used_prompts = sorted(set(self.prompt_of_row))
-            if 4 * len(used_prompts) <= 3 * len(self.prompt_lens):
-                self._keep_prompts(used_prompts)
-            self._shared = _SharedPrompts(
-                self.prompt_lens, self.prompt_keys[0].shape[2], self.prompt_of_row, self.layout.device
-            )
+        used = sorted(set(self.prompt_of_row))
+        if 4 * len(used) <= 3 * len(self.prompt_lens):
+            self._keep_prompts(used)
+        longest = self.prompt_keys[0].shape[2]
+        self._shared = _SharedPrompts(self.prompt_lens, longest, self.prompt_of_row, self.layout.device)
 
     def start_token(self) -> None:
         """Make room for one more token in every row."""
-        if self.prefix + self.length == self.keys[0].shape[2]:
-            self._resize(self.keys[0].shape[0], self.prefix + min(2 * self.length, self.max_length))
+        if self.length == self.keys[0].shape[2]:
+            self._resize(self.keys[0].shape[0], min(2 * self.length, self.max_length))
         self.length += 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(S, N, H): the newest token of every row attends to its prompt and to its response so far."""
-        rows, heads, end = self.num_rows, key.shape[0], self.prefix + self.length
-        keys, values = self.keys[layer][:rows, :, :end], self.values[layer][:rows, :, :end]
+        keys = self.keys[layer][: self.num_rows, :, : self.length]
+        values = self.values[layer][: self.num_rows, :, : self.length]
         keys[:, :, -1] = key.transpose(0, 1)
         values[:, :, -1] = value.transpose(0, 1)
-        query = query.transpose(0, 1).unflatten(1, (heads, -1))  # (S, N_kv, g, H)
-        if self._shared is None:
-            mask = None if self._prefix_mask is None else self._prefix_mask[..., :end]
-            output = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
-        else:
-            output = self._shared.attend(
-                query * scale,
-                self.prompt_keys[layer],
-                self.prompt_values[layer],
-                keys.flatten(0, 1),
-                values.flatten(0, 1),
-            )
-        return output.flatten(1, 2)
+        query = (query * scale).transpose(0, 1).unflatten(1, (len(key), -1))  # (S, N_kv, g, H)
+        prompt_keys, prompt_values = self.prompt_keys[layer], self.prompt_values[layer]
+        return self._shared.attend(query, prompt_keys, prompt_values, keys.flatten(0, 1), values.flatten(0, 1))
 
     def _keep_prompts(self, used: list[int]) -> None:
         """Forget the prompts that no row continues."""
@@ -155,11 +112,11 @@ class Wave:
                 caches[layer] = cache[:, :, :longest].index_select(0, index)
 
     def _resize(self, rows: int, capacity: int) -> None:
-        used = self.prefix + self.length
+        live = (slice(self.num_rows), slice(None), slice(self.length))
         for caches in (self.keys, self.values):
             for layer, cache in enumerate(caches):
                 new = cache.new_zeros((rows, cache.shape[1], capacity, cache.shape[3]))
-                new[: self.num_rows, :, :used] = cache[: self.num_rows, :, :used]
+                new[live] = cache[live]
                 caches[layer] = new
 
 
@@ -194,7 +151,7 @@ class _SharedPrompts:
         keys: Tensor,  # (S * N_kv, L, H)
         values: Tensor,
     ) -> Tensor:
-        """(S, N_kv, g, H)"""
+        """(S, N, H)"""
         rows, heads, shared, dim = query.shape
         prompts, _, longest, _ = prompt_keys.shape
         query = query.contiguous()
@@ -216,7 +173,8 @@ class _SharedPrompts:
         from_prompt = from_prompt.view(prompts, heads, -1, shared, dim).transpose(1, 2).flatten(0, 1)
         response_weights = self._to_rows(weights[..., longest:].transpose(1, 2).flatten(0, 1))
         from_response = torch.bmm(response_weights.reshape(-1, shared, keys.shape[1]), values)
-        return from_response.view(rows, heads, shared, dim).add_(self._to_rows(from_prompt))
+        output = from_response.view(rows, heads, shared, dim).add_(self._to_rows(from_prompt))
+        return output.view(rows, heads * shared, dim)
 
     def _to_slots(self, rows: Tensor) -> Tensor:
         """(S, ...) -> (Q * M, ...)"""

@@ -142,7 +142,6 @@ class NativeEngine:
                 last += 1
             logits.append(self._prefill_logits(cache, first, [part.prompt.input_ids for part in parts[first:last]]))
             first = last
-        cache.finish_prefill()
         streams = [uniforms(sampling, uid=part.prompt.uid, sample=sample) for _, part, sample in samples]
         index = torch.tensor(prompt_of_row, device=device)
         wave = _Running(

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from covey.rollout.engine import Sampling
-from covey.rollout.kv_cache import SHORT_PROMPT
 from covey.types import Prompt
 
 _PAD_TOKENS = 32  # prompts this close in length share a wave, whatever the ratio
@@ -63,10 +62,7 @@ def split(prompts: list[Prompt], sampling: Sampling, limits: Limits) -> Iterator
         length = len(prompt.input_ids)
         if not length:
             raise ValueError(f"prompt {prompt.uid} has no tokens: drop the row or check the prompt template")
-        if length <= SHORT_PROMPT:
-            fitting = room // (length + sampling.max_response_length)
-        else:
-            fitting = (room - length) // sampling.max_response_length
+        fitting = (room - length) // sampling.max_response_length
         if fitting < 1:
             needed = (length + sampling.max_response_length) * limits.token_bytes
             raise ValueError(
@@ -98,9 +94,8 @@ def admit(
         longest = waves[-1][0].length if waves else 0
         joins = bool(waves) and longest - part.length <= max(_PAD_TOKENS, _PAD_SHARE * longest)
         padded = longest if joins else part.length
-        copies = part.count if padded <= SHORT_PROMPT else 1
         places -= part.count
-        room -= (padded * copies + part.count * max_response_length) * limits.token_bytes
+        room -= (padded + part.count * max_response_length) * limits.token_bytes
         if places < 0 or room < 0:
             break
         if not joins:
