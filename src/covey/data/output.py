@@ -16,6 +16,7 @@ from pyarrow import parquet
 
 from covey.data.indexed_dataset import IndexedDatasetWriter, document_path
 from covey.data.prompts import OWN_COLUMNS
+from covey.data.rendering import encode_texts
 from covey.data.rows import cast_table
 
 if TYPE_CHECKING:
@@ -109,4 +110,4 @@ class PromptWriter:
             v if isinstance(v, str) else "" if v is None else json.dumps(v, ensure_ascii=False, default=str)
             for v in values
         ]
-        return self._tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+        return encode_texts(self._tokenizer, texts)

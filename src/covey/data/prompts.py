@@ -20,7 +20,7 @@ import pyarrow as pa
 from covey.config.schema import DataConfig
 from covey.data.handlers import AlpacaStyleInstructionHandler, ChatTemplateHandler, Conversation
 from covey.data.readers import BATCH_ROWS
-from covey.data.rendering import Renderer
+from covey.data.rendering import Renderer, encode_texts
 from covey.data.rows import Rows, require_column
 from covey.types import Prompt
 
@@ -196,8 +196,7 @@ def prepare_table(
     answered = [i for i, fields in enumerate(kept) if fields["response"] is not None]
     if count_response_tokens and answered:
         texts = [kept[i]["response"] for i in answered]
-        encoded = handler.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        lengths[answered] = [len(ids) for ids in encoded]  # type: ignore[arg-type]
+        lengths[answered] = [len(ids) for ids in encode_texts(handler.tokenizer, texts)]
     return Prepared(table, dict(drops), lengths)
 
 

@@ -25,6 +25,19 @@ class Rendered:
     input_ids: list[int]
 
 
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Ids of every text, without special tokens, as `tokenizer.encode` gives them.
+
+    A fast tokenizer is asked directly: a fifth less time than through its wrapper, which builds masks and offsets.
+    """
+    if not tokenizer.is_fast:
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend.no_truncation()  # a tokenizer.json may carry both; the wrapper resets them as well
+    backend.no_padding()
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
 class Renderer:
     """The template of a run with its tokenizer. `prompt_type` is the resolved name: never "auto"."""
 
@@ -71,8 +84,7 @@ class Renderer:
         texts = list(dict.fromkeys(slot for row in slots for slot in row if isinstance(slot, str)))
         ids: dict[Slot, list[int]] = {}
         if texts:
-            encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-            ids.update(zip(texts, encoded, strict=True))  # type: ignore[arg-type]
+            ids.update(zip(texts, encode_texts(self.tokenizer, texts), strict=True))
         special = {slot: self._special(slot) for row in slots for slot in row if isinstance(slot, Special)}
         ids.update({slot: [found[1]] if found else [] for slot, found in special.items()})
         names = {slot: found[0] if found else "" for slot, found in special.items()}

@@ -82,23 +82,21 @@ def prepare_batches(
             first += table.num_rows
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(job,)) as pool:
-        waiting: deque[tuple[int, Future[tuple[pa.Buffer, dict[str, int], np.ndarray]]]] = deque()
-        first = 0
-        try:
-            for table in tables:
-                waiting.append((table.num_rows, pool.submit(_work, _pack(table), first)))
-                first += table.num_rows
-                if len(waiting) >= 2 * workers:
-                    yield _result(*waiting.popleft())
-            while waiting:
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(job,))
+    waiting: deque[tuple[int, Future[tuple[pa.Buffer, dict[str, int], np.ndarray]]]] = deque()
+    first = 0
+    try:
+        for table in tables:
+            waiting.append((table.num_rows, pool.submit(_work, _pack(table), first)))
+            first += table.num_rows
+            if len(waiting) >= 2 * workers:
                 yield _result(*waiting.popleft())
-        except BrokenProcessPool as error:
-            raise ValueError(
-                "a preprocessing worker died, most likely for lack of memory: set workers lower"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while waiting:
+            yield _result(*waiting.popleft())
+    except BrokenProcessPool as error:
+        raise ValueError("a preprocessing worker died, most likely for lack of memory: set workers lower") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _job: Job | None = None
