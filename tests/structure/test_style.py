@@ -12,12 +12,13 @@ SOURCE = ROOT / "src" / "covey"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
-# A longer file, and why it is not two.
+# A longer file: its own limit, and why it is not two.
 LONG_FILES = {
-    "config/schema.py": "every setting of a run in one place",
-    "models/attention.py": "one function for three kinds of device, read against each other",
-    "rollout/native.py": "one scheduler: its pieces share the state of the sequences in flight",
-    "trainer.py": "the whole training step is read in one file",
+    "cli.py": (400, "one short function a command, in the order of `covey --help`"),
+    "config/schema.py": (600, "every setting of a run in one place, each with its docstring"),
+    "models/attention.py": (450, "one function for three kinds of device, read against each other"),
+    "rollout/native.py": (450, "one scheduler: its pieces share the state of the sequences in flight"),
+    "trainer.py": (450, "the whole training step is read in one file"),
 }
 # Unit tests that belong to no single file.
 ACROSS_FILES = {"algorithm/test_golden.py"}
@@ -58,13 +59,10 @@ def test_device_words_stay_in_their_files(path: Path):
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_file_is_short(path: Path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    if name(path) in LONG_FILES:
-        assert lines <= 1.5 * MAX_FILE_LINES, f"{name(path)} has {lines} lines: split it"
-    else:
-        assert lines <= MAX_FILE_LINES, (
-            f"{name(path)} has {lines} lines, over {MAX_FILE_LINES}: split it by what it does, "
-            "or give the reason in LONG_FILES"
-        )
+    limit, _reason = LONG_FILES.get(name(path), (MAX_FILE_LINES, ""))
+    assert lines <= limit, (
+        f"{name(path)} has {lines} lines, over {limit}: split it by what it does, or give the reason in LONG_FILES"
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
