@@ -23,6 +23,7 @@ from covey.rewards.cache import Cache, key_maker
 from covey.rewards.execute import FunctionSpec, Outcome, call, load, run
 from covey.rewards.multitask import Moments, Router, RunningScale, to_range, zscore
 from covey.rewards.pool import Pool
+from covey.rewards.sandbox import Sandbox
 from covey.rewards.scores import Scores
 from covey.types import Group, Response
 
@@ -91,6 +92,7 @@ class Scorer:
                 "weight": f"{spec.weight:g}",
                 "tasks": "all" if i in self.router.always else ", ".join(tasks.get(i, [])),
                 "time limit": f"{spec.timeout_s:g} s" + ("" if self._pool else " (not enforced on C code)"),
+                "sandbox": Sandbox(spec.options["sandbox"]).describe() if spec.name == "code" else "",
             }
             for i, spec in enumerate(self._specs)
         ]
