@@ -33,6 +33,8 @@ config_app = typer.Typer(no_args_is_help=True, help="Show, explain and check con
 app.add_typer(config_app, name="config")
 data_app = typer.Typer(no_args_is_help=True, help="Look at training data.")
 app.add_typer(data_app, name="data")
+reward_app = typer.Typer(no_args_is_help=True, help="Debug rewards.")
+app.add_typer(reward_app, name="reward")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, a YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -209,6 +211,36 @@ def data_stats(
 
     limits = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
     _report(tool.run(file, **limits, quiet=as_json), as_json)
+
+
+@reward_app.command("try")
+def reward_try(
+    file: File,
+    data: Annotated[
+        Path, typer.Option("--data", metavar="ROWS", help="Rows as JSON lines, as in training.", show_default=False)
+    ],
+    responses: Annotated[
+        Path | None,
+        typer.Option("--responses", metavar="R", help='JSON lines of {"response": ...} or {"responses": [...]}.'),
+    ] = None,
+    overrides: Overrides = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Rows to score; 0: all.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Score responses without a model, and show the parts of each score.
+
+    Without responses every row is tried with its own reference answer and with an empty text. Exit code 1 when a
+    reward failed. `covey reward try run.yaml --data rows.jsonl --responses r.jsonl`
+    """
+    from covey.rewards import try_out as tool
+
+    result = tool.run(file, data, responses, overrides=overrides, limit=limit)
+    if as_json:
+        _print_json(result)
+    else:
+        typer.echo(tool.report_text(result), nl=False)
+    if result["counts"]["errors"] or result["counts"]["timeouts"]:
+        raise typer.Exit(1)
 
 
 @config_app.command("show")
