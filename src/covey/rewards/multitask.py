@@ -7,6 +7,7 @@ scales a task's advantages; with baselines over the batch it also decides which 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,11 +43,16 @@ class Router:
         )
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
-        """Rows per task; ValueError that counts the rows of every task without a route."""
+        """Rows per task; ValueError that counts the rows of every task without a route.
+
+        A task column that no row has is an error too, even when `default` would catch them all.
+        """
         counts: Counter[str] = Counter()
+        columns: set[str] = set()
         lost: Counter[str] = Counter()
         first: ValueError | None = None
         for row in rows:
+            columns.update(row)
             try:
                 counts[self.route(row)[0]] += 1
             except ValueError as error:
@@ -54,6 +60,12 @@ class Router:
                 lost[str(row.get(self.task_key))] += 1
         if first is not None:
             raise ValueError(f"{first} (rows without a route: {', '.join(f'{n} of {t}' for t, n in lost.items())})")
+        if counts and set(self.by_task) - {DEFAULT} and self.task_key not in columns:
+            near = difflib.get_close_matches(self.task_key, columns, n=1)
+            raise ValueError(
+                f"reward.task_key={self.task_key!r}: no row has that column"
+                f"{f', did you mean {near[0]!r}' if near else ''}; columns: {', '.join(sorted(columns))}"
+            )
         return counts
 
 

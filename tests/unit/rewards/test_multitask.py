@@ -23,6 +23,13 @@ def test_route_of_a_row() -> None:
     assert Router((0,), {}, "task").route({}) == ("", (0,))
 
 
+def test_task_column_that_no_row_has_is_an_error_even_with_a_default() -> None:
+    router = Router((), {"math": (0,), "default": (1,)}, "tasks")
+    with pytest.raises(ValueError, match=r"task_key='tasks': no row has that column, did you mean 'task'"):
+        router.check([{"task": "math"}, {"task": "code"}])
+    assert router.check([{"tasks": "math"}, {}]) == {"math": 1, "default": 1}
+
+
 def test_running_zscore_is_that_of_all_rewards_so_far() -> None:
     rng = np.random.default_rng(0)
     scale, seen = RunningScale(), {"a": np.empty(0), "b": np.empty(0)}
