@@ -41,6 +41,27 @@ class ModelConfig(Section):
     """Run Python code that comes with the checkpoint."""
 
 
+class CurriculumConfig(Section):
+    """Which prompts come next, by a column or by how often their responses passed."""
+
+    by: str | None = None
+    """A column of the rows, or `pass_rate` = share of the prompt's last group that passed; null: the usual order."""
+    mode: Literal["order", "sample"] = "order"
+    """order: sort every epoch; sample: draw by weight (the column, or p (1 - p) of the pass rate p)."""
+    descending: bool = False
+    """Largest values first (mode `order`)."""
+    drop_after: NonNegativeInt = 0
+    """Leave a prompt out when its groups were all right or all wrong so many times in a row; 0: never."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> CurriculumConfig:
+        if self.by is None and not self.drop_after:
+            raise ValueError("curriculum has neither `by` nor `drop_after`: set one, or remove the section")
+        if self.descending and (self.by is None or self.mode == "sample"):
+            raise ValueError("descending has an effect only with `by` and mode: order")
+        return self
+
+
 class DataConfig(Section):
     """Where prompts come from."""
 
@@ -66,6 +87,8 @@ class DataConfig(Section):
     """What happens to longer prompts: dropped and counted, or an error that names the row."""
     shuffle: bool = True
     """New order every epoch, from the seed."""
+    curriculum: CurriculumConfig | None = None
+    """Order or choose prompts by difficulty; default: every prompt once an epoch."""
     limit: PositiveInt | None = None
     """Use only the first so many rows of `train`: 200 is a quick check of a new set-up."""
 
