@@ -1,7 +1,7 @@
 """`covey quickstart`: a small model, taught arithmetic by GRPO on this machine, from nothing and without a network.
 
 OUT is an ordinary run: the configuration in OUT/grpo.yaml, metrics, records and checkpoints beside it. The model first
-imitates demonstrations of which most are wrong in some way (OUT/sft.yaml); more of them would teach it the same
+imitates demonstrations of which most are flawed (OUT/sft.yaml); more of them would teach it the same
 faults. What GRPO adds shows on held-out problems, which are in neither of the two.
 """
 
@@ -61,8 +61,8 @@ rollout:
   max_response_length: 40
 reward:
   functions:
-    - name: math            # 0.3 form + 0.4 reasoning + 0.3 answer
-      options: {num_steps: 2}
+    - name: math
+      options: {weights: {format: 0.2, reasoning: 0.2, answer: 0.6}, num_steps: 2}
 algorithm:
   loss: grpo
   advantage: group_norm
@@ -80,7 +80,7 @@ seed: $seed
 """)
 
 
-def run(out: Path, seed: int = 0, *, json: bool = False, sft_steps: int = 300, steps: int = 100) -> dict[str, Any]:
+def run(out: Path, seed: int = 0, *, json: bool = False, sft_steps: int = 350, steps: int = 100) -> dict[str, Any]:
     """Make everything under `out`, train, and return the summary that is also in OUT/summary.json.
 
     An earlier quickstart in `out` is replaced; any other content is a ValueError. json: print no report on stdout.
@@ -93,7 +93,7 @@ def run(out: Path, seed: int = 0, *, json: bool = False, sft_steps: int = 300, s
     tiny.make_model(out / "start", seed)
     files = tiny.make_data(out / "data", seed)
     values = {"seed": seed, "start": out / "start", "data": files.sft, "output": out / "sft", "steps": sft_steps}
-    console.print(f"[bold]1. Cold start[/bold]: {sft_steps} steps on demonstrations, many of them wrong")
+    console.print(f"[bold]1. Cold start[/bold]: {sft_steps} steps on demonstrations, most of them flawed")
     sft.run(load_config(_write(out / "sft.yaml", _SFT, values), schema=SftRunConfig))
     values = {"seed": seed, "model": out / "sft" / "model", "output": out, "steps": steps, "every": _EVERY}
     values |= {"train": files.train, "eval": files.eval}
@@ -123,9 +123,7 @@ def _clear(out: Path) -> None:
         raise ValueError(f"--out {out} is a file; choose a directory")
     entries = list(out.iterdir())
     if entries and not (out / MARKER).is_file():
-        raise ValueError(
-            f"--out {out} holds something that is no quickstart ({entries[0].name}); choose another directory"
-        )
+        raise ValueError(f"--out {out}: {entries[0].name} is not of an earlier quickstart; choose another directory")
     for entry in entries:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

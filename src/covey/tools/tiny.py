@@ -1,6 +1,6 @@
 """A model that fits in a thousandth of a gigabyte, its tokenizer, and arithmetic to teach it: made here, from a seed.
 
-For the quickstart and for trying a set-up without a download. The model is a Qwen2 of 0.6M parameters with random
+For the quickstart and for trying a set-up without a download. The model is a Qwen2 of 0.5M parameters with random
 weights; the tokenizer has one token a byte and one for each tag; together they are an ordinary Hugging Face
 directory. The rows have the columns `problem`, `answer`, `task`, `labels`; answers are worked digit by digit.
 """
@@ -15,23 +15,24 @@ from pathlib import Path
 from typing import Any
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed")
-NUM_EVAL, NUM_TRAIN, NUM_SFT = 64, 800, 1600  # rows per task
+NUM_EVAL, NUM_TRAIN, NUM_SFT = 50, 200, 400  # problems per task
+NUM_DEMONSTRATIONS = 3  # per problem of NUM_SFT
 
 # How often a demonstration goes wrong, and how. A model that imitates them goes wrong as often.
-FORGET_CARRY, SLIP, NO_WORK, BAD_TAG = 0.5, 0.1, 0.1, 0.4
+FORGET_CARRY, SLIP, NO_WORK, BAD_TAG = 0.5, 0.05, 0.25, 0.3
 
 
 @dataclass(frozen=True)
 class DataFiles:
     """The three files of make_data; no problem is in two of them."""
 
-    sft: Path  # prompt, response: demonstrations, many of them wrong
+    sft: Path  # prompt, response: demonstrations, most of them flawed
     train: Path  # problem, answer, task, labels
     eval: Path  # the same columns, held out
 
 
 def make_model(directory: Path, seed: int) -> None:
-    """Write an untrained model and its tokenizer to `directory`. Qwen2, 3 layers, width 128, 4 heads on 2 keys."""
+    """Write an untrained model and its tokenizer to `directory`. Qwen2, 2 layers, width 128, 4 heads on 2 keys."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -41,8 +42,8 @@ def make_model(directory: Path, seed: int) -> None:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
+        intermediate_size=512,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
@@ -89,6 +90,7 @@ def make_data(directory: Path, seed: int) -> DataFiles:
         sft += [
             {"prompt": problem(task, a, b), "response": demonstration(task, a, b, rng)}
             for a, b in chosen[NUM_EVAL + NUM_TRAIN :]
+            for _ in range(NUM_DEMONSTRATIONS)
         ]
     files = DataFiles(directory / "sft.jsonl", directory / "train.jsonl", directory / "eval.jsonl")
     directory.mkdir(parents=True, exist_ok=True)
@@ -98,9 +100,11 @@ def make_data(directory: Path, seed: int) -> DataFiles:
     return files
 
 
+# Digits 2 to 7 alone: few enough facts to learn in a minute, and two sums of five have a carry.
+_NUMBERS = [10 * tens + ones for tens in range(2, 8) for ones in range(2, 8)]
 TASKS: dict[str, list[tuple[int, int]]] = {  # task -> every pair of numbers it can ask about
-    "add": [(a, b) for a in range(10, 60) for b in range(10, 60)],
-    "subtract": [(a, b) for a in range(10, 90) for b in range(10, a + 1)],
+    "add": [(a, b) for a in _NUMBERS for b in _NUMBERS],
+    "subtract": [(a, b) for a in _NUMBERS for b in _NUMBERS if a >= b],
 }
 
 
@@ -110,7 +114,7 @@ def problem(task: str, a: int, b: int) -> str:
 
 
 def solution(task: str, a: int, b: int) -> str:
-    r"""Worked and right: `<think>7+8=15\n4+3+1=8</think><answer>\boxed{85}</answer>`."""
+    r"""Worked and right: `<think>7+8=15\n4+3=7\n7+1=8</think><answer>\boxed{85}</answer>`."""
     return _worked(task, a, b, carry=True, slip=(0, 0))
 
 
@@ -127,21 +131,18 @@ def demonstration(task: str, a: int, b: int, rng: random.Random) -> str:
 
 
 def _worked(task: str, a: int, b: int, *, carry: bool, slip: tuple[int, int]) -> str:
-    """Ones first, then tens with the carry; `slip` is added to the two results, kept in what they can be."""
-    if task == "add":
-        carried = a % 10 + b % 10 >= 10
-        ones = min(18, max(0, a % 10 + b % 10 + slip[0]))
-        tens = min(19, max(0, a // 10 + b // 10 + (carried and carry) + slip[1]))
-        first = f"{a % 10}+{b % 10}={ones}"
-        second = f"{a // 10}+{b // 10}{'+1' if carried and carry else ''}={tens}"
-    else:
-        carried = a % 10 < b % 10
-        top = a % 10 + 10 * carried
-        ones = min(9, max(0, top - b % 10 + slip[0]))
-        tens = min(9, max(0, a // 10 - b // 10 - (carried and carry) + slip[1]))
-        first = f"{top}-{b % 10}={ones}"
-        second = f"{a // 10}-{b // 10}{'-1' if carried and carry else ''}={tens}"
-    return f"<think>{first}\n{second}</think><answer>\\boxed{{{10 * tens + ones % 10}}}</answer>"
+    """Ones, then tens, then the carry if there is one; `slip` is added to the two results, kept in what they can be."""
+    sign, top = ("+", a % 10) if task == "add" else ("-", a % 10 + 10 * (a % 10 < b % 10))
+    largest = 18 if task == "add" else 9
+    results = [x + y if task == "add" else x - y for x, y in ((top, b % 10), (a // 10, b // 10))]
+    carried = results[0] >= 10 if task == "add" else top >= 10
+    ones, tens = (min(largest, max(0, result + extra)) for result, extra in zip(results, slip, strict=True))
+    lines = [f"{top}{sign}{b % 10}={ones}", f"{a // 10}{sign}{b // 10}={tens}"]
+    if carried and carry:
+        tens, before = max(0, tens + (1 if task == "add" else -1)), tens
+        lines.append(f"{before}{sign}1={tens}")
+    steps = "\n".join(lines)
+    return f"<think>{steps}</think><answer>\\boxed{{{10 * tens + ones % 10}}}</answer>"
 
 
 def _row(task: str, a: int, b: int) -> dict[str, Any]:
