@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from covey.algorithm.advantages import ADVANTAGES
 from covey.algorithm.aggregation import AGGREGATIONS
 from covey.algorithm.correction import CORRECTIONS
 from covey.algorithm.kl import KL_ESTIMATORS
 from covey.algorithm.losses import LOSSES
 from covey.config.presets import PRESETS
 from covey.config.schema import AlgorithmConfig
+from covey.credit import ADVANTAGE_NAMES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "math.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(covey\.[\w.]+)`", TEXT)) - {"covey.algorithm"})
@@ -28,7 +28,7 @@ def test_named_function_exists(name: str) -> None:
     ("heading", "names"),
     [
         ("Losses", LOSSES),
-        ("Advantages", ADVANTAGES),
+        ("Advantages", ADVANTAGE_NAMES),
         ("KL", KL_ESTIMATORS),
         ("Aggregation", AGGREGATIONS),
         ("Rollout correction", CORRECTIONS),
