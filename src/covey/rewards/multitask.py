@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ class RunningScale:
     moments: Moments = field(default_factory=dict)
 
     def update(self, moments: Moments) -> None:
-        """Add the rewards of a step (of all devices)."""
+        """Add the rewards of a step."""
         for task, new in moments.items():
             old = self.moments.get(task, (0.0, 0.0, 0.0))
             self.moments[task] = (old[0] + new[0], old[1] + new[1], old[2] + new[2])
@@ -100,14 +100,12 @@ def step_moments(rewards: np.ndarray, tasks: Sequence[str]) -> Moments:
     return moments
 
 
-def zscore(
-    rewards: np.ndarray,  # (P, G)
-    tasks: Sequence[str],
-    scale: RunningScale,
-    reduce: Callable[[Moments], Moments],  # sums the moments over all devices
-) -> np.ndarray:
-    """(P, G) rewards less their task's running mean, over its running deviation; this step counts in both."""
-    scale.update(reduce(step_moments(rewards, tasks)))
+def zscore(rewards: np.ndarray, tasks: Sequence[str], scale: RunningScale) -> np.ndarray:
+    """(P, G) rewards less their task's running mean, over its running deviation; this step counts in both.
+
+    `rewards` are those of all devices, so that every device keeps the same scale.
+    """
+    scale.update(step_moments(rewards, tasks))
     shift = np.array([scale.scale(task) for task in tasks]).reshape(-1, 2)
     return (rewards - shift[:, :1]) / shift[:, 1:]
 

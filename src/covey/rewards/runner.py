@@ -9,7 +9,7 @@ may deserve. A None of a function is different: the function does not apply, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from covey.rewards.adapters import Adapted
 from covey.rewards.base import REWARDS, BuiltIn, RewardFn, source_digest, split_name
 from covey.rewards.cache import Cache, key_maker
 from covey.rewards.execute import FunctionSpec, Outcome, call, load, run
-from covey.rewards.multitask import Moments, Router, RunningScale, to_range, zscore
+from covey.rewards.multitask import Router, RunningScale, to_range, zscore
 from covey.rewards.pool import Pool
 from covey.rewards.sandbox import Sandbox
 from covey.rewards.scores import Scores
@@ -55,14 +55,12 @@ class Scorer:
         *,
         max_response_length: int | None = None,
         local: Mapping[str, RewardFn] | None = None,  # name -> (responses, rows, config) -> list, e.g. on the device
-        reduce_moments: Callable[[Moments], Moments] = lambda moments: moments,  # sum over all devices, for zscore
     ) -> None:
         """Start loading every function; ready() waits for it."""
         self._config = config
         self._local = dict(local or {})
         self._settings = {"max_response_length": max_response_length, "sandbox": config.sandbox}
         self._max_response_length = max_response_length
-        self._reduce = reduce_moments
         self._specs: list[FunctionSpec] = []
         always = self._add(config.functions, "reward.functions", ())
         by_task = {task: self._add(entries, f"reward.tasks.{task}", always) for task, entries in config.tasks.items()}
@@ -130,11 +128,14 @@ class Scorer:
         return scores
 
     def normalize(self, scores: Scores) -> np.ndarray:
-        """(P, G) total rewards on the scale of reward.normalization, for the advantages; call once per step."""
+        """(P, G) total rewards on the scale of reward.normalization, for the advantages.
+
+        Once per training step, with the scores of all devices: `zscore` counts them into its running scale.
+        """
         if self._config.normalization == "range":
             return to_range(scores.total, scores.ranges)
         if self._config.normalization == "zscore":
-            return zscore(scores.total, scores.tasks, self.scale, self._reduce)
+            return zscore(scores.total, scores.tasks, self.scale)
         return scores.total
 
     def state_dict(self) -> dict[str, Any]:

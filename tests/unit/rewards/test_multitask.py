@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from covey.config.schema import RewardConfig
-from covey.rewards.multitask import Router, RunningScale, step_moments, to_range, zscore
+from covey.rewards.multitask import Router, RunningScale, to_range, zscore
 from covey.rewards.runner import Scorer
 from covey.types import Group, Prompt, Response
 
@@ -37,7 +37,7 @@ def test_running_zscore_is_that_of_all_rewards_so_far() -> None:
         rewards = rng.normal([[5.0], [100.0], [5.0]], [[1.0], [20.0], [1.0]], size=(3, 6))
         rewards[0, 0] = math.nan
         tasks = ["a", "b", "a"]
-        got = zscore(rewards, tasks, scale, lambda moments: moments)
+        got = zscore(rewards, tasks, scale)
         for row, task in enumerate(tasks):
             known = rewards[row][~np.isnan(rewards[row])]
             seen[task] = np.concatenate([seen[task], known])
@@ -45,16 +45,8 @@ def test_running_zscore_is_that_of_all_rewards_so_far() -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-10)
 
 
-def test_devices_share_the_scale_through_the_sum_of_their_moments() -> None:
-    rewards = np.arange(12.0).reshape(2, 6)
-    both = step_moments(rewards, ["a", "a"])
-    one = zscore(rewards[:1], ["a"], RunningScale(), lambda _: both)
-    whole = zscore(rewards, ["a", "a"], RunningScale(), lambda moments: moments)
-    np.testing.assert_allclose(one, whole[:1])
-
-
 def test_task_whose_rewards_are_all_equal_is_only_shifted() -> None:
-    got = zscore(np.full((1, 4), 0.3), ["a"], RunningScale(), lambda moments: moments)
+    got = zscore(np.full((1, 4), 0.3), ["a"], RunningScale())
     np.testing.assert_allclose(got, 0.0, atol=1e-12)
 
 
