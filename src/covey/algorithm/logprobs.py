@@ -1,8 +1,9 @@
 """Log-probabilities and entropies of chosen tokens from hidden states, without ever holding all logits.
 
-The head's matrix product runs in the weights' dtype, everything after it in fp32, in chunks of rows; the backward pass
-recomputes each chunk. Peak memory is one or two chunks, whatever tokens x vocabulary. Gradients, with z the logits
-divided by the temperature, p = softmax(z), H the entropy:
+The head's matrix product runs in the weights' dtype, everything after it in fp32, in chunks of equally many rows. The
+backward pass recomputes each chunk, but for the last one, whose probabilities are still there. Peak memory is two
+chunks, whatever tokens x vocabulary. Gradients, with z the logits divided by the temperature, p = softmax(z), H the
+entropy:
     d logp_y / d z = onehot(y) - p          d H / d z_j = -p_j (log p_j + H)
 """
 
@@ -30,43 +31,51 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(log p(target), entropy) in nats, both (n,) fp32, of softmax(hidden @ weight.T / temperature).
 
-    add_to_grad: backward() adds the head's gradient to `weight.grad` chunk by chunk and returns none for it, which saves
-    a temporary of the weight's size. Only for an fp32 leaf whose gradient nobody else waits for (no FSDP, no hooks).
+    add_to_grad: backward() adds the head's gradient to `weight.grad` chunk by chunk and returns none for it, which
+    saves a temporary of the weight's size. Only for an fp32 leaf whose gradient nobody else waits for (no FSDP, no
+    hooks).
     """
     if add_to_grad and not (weight.is_leaf and weight.dtype == torch.float32):
         raise ValueError("add_to_grad needs an fp32 leaf tensor")
-    return _ChunkedHead.apply(hidden, weight, targets, 1.0 / temperature, rows_per_chunk, add_to_grad)  # type: ignore[return-value]
+    num_chunks = max(1, -(-len(targets) // rows_per_chunk))
+    rows = max(1, -(-len(targets) // num_chunks))
+    scale = 1.0 / temperature
+    return _ChunkedHead.apply(hidden, weight, targets, scale, rows, add_to_grad)  # type: ignore[return-value]
 
 
-def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
-    logits = torch.mm(hidden, weight.t()).float()
-    return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
+def _logits(hidden: Tensor, weight: Tensor, scale: float, buffer: Tensor) -> Tensor:
+    """Scaled fp32 logits of a chunk, in the first rows of the buffer: fresh memory costs more than the arithmetic."""
+    logits = buffer[: len(hidden)]
+    if weight.dtype == torch.float32:
+        torch.mm(hidden, weight.t(), out=logits)
+    else:
+        logits.copy_(torch.mm(hidden, weight.t()))
+    return logits if scale == 1.0 else logits.mul_(scale)
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        inverse_temperature: float,
-        rows: int,
-        add_to_grad: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, rows: int, add_to_grad: bool
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
-        logprobs = torch.empty(n, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        log_normalizer = torch.empty_like(logprobs)
+        logprobs, entropy, log_normalizer = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
+        buffer, probabilities = (hidden.new_empty(rows, len(weight), dtype=torch.float32) for _ in range(2))
         for i in range(0, n, rows):
             chunk = slice(i, i + rows)
-            logits = _logits(hidden[chunk], weight, inverse_temperature)
-            log_normalizer[chunk] = torch.logsumexp(logits, -1)
-            logits.sub_(log_normalizer[chunk, None])
-            logprobs[chunk] = logits.gather(1, targets[chunk, None]).squeeze(1)
-            entropy[chunk] = logits.exp().mul_(logits).sum(-1).neg_()
+            logits = _logits(hidden[chunk], weight, scale, buffer)
+            largest = logits.amax(-1, keepdim=True)
+            logits.sub_(largest)
+            p = torch.exp(logits, out=probabilities[: len(logits)])
+            total = p.sum(-1, keepdim=True)
+            log_total = total.log()
+            logprobs[chunk] = (logits.gather(1, targets[chunk, None]) - log_total).squeeze(1)
+            log_normalizer[chunk] = (largest + log_total).squeeze(1)
+            p.div_(total)
+            entropy[chunk] = log_total.squeeze(1) - logits.mul_(p).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
-        ctx.inverse_temperature, ctx.rows, ctx.add_to_grad = inverse_temperature, rows, add_to_grad
+        ctx.scale, ctx.rows, ctx.add_to_grad = scale, rows, add_to_grad
+        ctx.last = probabilities if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)  # an unused entropy then costs nothing in backward
         return logprobs, entropy
 
@@ -81,13 +90,20 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight = weight.grad
             else:  # one fp32 sum over chunks, also for bf16 weights: rounding once, not once per chunk
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for i in range(0, hidden.shape[0], ctx.rows):
+        buffer, ctx.last = ctx.last, None
+        if buffer is None:
+            raise RuntimeError("backward ran twice through the head; the last chunk's probabilities are used up")
+        starts = range(0, hidden.shape[0], ctx.rows)
+        for i in reversed(starts):
             chunk = slice(i, i + ctx.rows)
-            logp = _logits(hidden[chunk], weight, ctx.inverse_temperature).sub_(log_normalizer[chunk, None])
-            grad = _grad_logits(logp, targets[chunk], entropy[chunk], grad_logprobs, grad_entropy, chunk)
-            if ctx.inverse_temperature != 1.0:
-                grad.mul_(ctx.inverse_temperature)
-            grad = grad.to(weight.dtype)
+            if i == starts[-1] and grad_entropy is None:
+                p = buffer[: len(targets[chunk])]
+            else:
+                p = _logits(hidden[chunk], weight, ctx.scale, buffer).sub_(log_normalizer[chunk, None])
+                if grad_entropy is None:
+                    p.exp_()
+            grad = _grad_logits(p, targets[chunk], entropy[chunk], grad_logprobs, grad_entropy, chunk)
+            grad = grad.mul_(ctx.scale).to(weight.dtype) if ctx.scale != 1.0 else grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 if weight.dtype == torch.float32:
@@ -100,7 +116,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _grad_logits(
-    logp: Tensor,  # (rows, V) log-probabilities; overwritten
+    values: Tensor,  # (rows, V) probabilities, or log-probabilities where grad_entropy is given; overwritten
     targets: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor | None,
@@ -109,13 +125,12 @@ def _grad_logits(
 ) -> Tensor:
     """Gradient with respect to the scaled logits of one chunk, (rows, V)."""
     if grad_entropy is None:
-        grad = logp.exp_()
         if grad_logprobs is None:
-            return grad.zero_()
-        grad.mul_(grad_logprobs[chunk, None].neg())
+            return values.zero_()
+        grad = values.mul_(grad_logprobs[chunk, None].neg())
     else:
-        probabilities = logp.exp()
-        coefficient = logp.add_(entropy[:, None]).mul_(grad_entropy[chunk, None])
+        probabilities = values.exp()
+        coefficient = values.add_(entropy[:, None]).mul_(grad_entropy[chunk, None])
         if grad_logprobs is not None:
             coefficient.add_(grad_logprobs[chunk, None])
         grad = coefficient.mul_(probabilities).neg_()

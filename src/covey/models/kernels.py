@@ -1,6 +1,6 @@
 """The kernels of packed attention: forward with log-sum-exp, backward from any output and log-sum-exp.
 
-torch's flash kernels on cpu and, in 16 bits, on cuda; plain matrix products everywhere else (fp32 on cuda, npu). Shapes:
+torch's flash kernels on cpu and, in 16 bits, on cuda; plain matrix products elsewhere (fp32 on cuda, npu). Shapes:
 query (n, N, L, H), key and value (n, N, S, H), log-sum-exp (n, N, L) fp32. Causal kernels have L = S.
 """
 
