@@ -129,8 +129,9 @@ def _ask(prompt: str, options: dict[str, Any]) -> str:
                 body = json.loads(reply.read(_MAX_ANSWER_BYTES))
             return str(body["choices"][0]["message"]["content"])
         except urllib.error.HTTPError as error:
-            if error.code not in _PASSING or attempt >= options["attempts"]:
+            with error:
                 text = error.read(300).decode(errors="replace")
+            if error.code not in _PASSING or attempt >= options["attempts"]:
                 raise ConnectionError(f"{options['url']} answered {error.code}: {text}") from None
         except (OSError, ValueError, LookupError) as error:
             if attempt >= options["attempts"]:

@@ -10,6 +10,7 @@ At start the level is tried out, not assumed: a probe program has to find the wa
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import random
@@ -64,6 +65,7 @@ class Sandbox:
         self._filter = build_filter() if level == "isolated" else b""
         self._bwrap = _find_bwrap() if level == "isolated" else ""
         self._python = _find_python(isolated=level == "isolated")
+        compileall.compile_dir(str(_INSIDE), quiet=2)  # or each run would compile it; without effect when read-only
         self.findings = self._probe()
 
     def describe(self) -> str:
