@@ -7,10 +7,8 @@ does not change the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,16 +21,12 @@ from covey.algorithm.kl import KlController
 from covey.algorithm.losses import LossOptions, find_loss
 from covey.algorithm.objective import Objective, Tokens, token_objective
 from covey.config.schema import AlgorithmConfig
-from covey.distributed.collectives import sum_tensor, wait_for_all
-from covey.distributed.fsdp import Sharding, full_tensor
+from covey.distributed.collectives import sum_tensor
 from covey.distributed.mesh import Mesh
-from covey.models.architectures import layers_of
-from covey.models.attention import PackedPlan
-from covey.models.load import export_model
 from covey.models.packing import pack, response_lengths
-from covey.models.scoring import ScoringModel
+from covey.parallel import ParallelModel
 from covey.totals import UpdateTotals
-from covey.types import Group, PackedBatch, Segment, StepBatch, StepStats
+from covey.types import Group, PackedBatch, StepBatch, StepStats
 
 
 class _Optimizer(Protocol):
@@ -59,8 +53,9 @@ class Policy:
         limits: ForwardLimits,
         mesh: Mesh | None = None,
         compute_dtype: torch.dtype = torch.float32,
+        sequence_parallel: bool = False,
     ) -> None:
-        """mesh: the ranks that share the model; with more than one its weights become pieces (distributed/fsdp.py)."""
+        """mesh: the ranks that share the model, which is then cut and sharded in place (parallel.py)."""
         self.model = model
         self.device = device
         self.temperature = temperature
@@ -68,26 +63,19 @@ class Policy:
         self.optimizer_steps = 0
         self.kl_coef: float | None = None  # as kl_target has steered it; None: the configured one
         self.mesh = mesh or Mesh()
-        self._compute_dtype = compute_dtype
-        self._scoring = ScoringModel(
+        self.parallel = ParallelModel(
             model,
+            device=device,
             temperature=temperature,
             logits_chunk_bytes=limits.logits_chunk_bytes,
-            whole=self.mesh.world == 1,
+            mesh=self.mesh,
+            compute_dtype=compute_dtype,
+            sequence_parallel=sequence_parallel,
         )
-        self._sharding: Sharding | None = None
-        if self.mesh.world > 1:
-            self._sharding = Sharding(self._scoring, layers_of(model), self.mesh, compute_dtype=compute_dtype)
-            self._run_once()
-
-    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of a micro-batch's response tokens, both (n,) fp32, differentiable."""
-        plan = PackedPlan(batch.segments, self.device)
-        return self._scoring(batch.input_ids, batch.position_ids, plan, batch.target_rows, batch.target_ids)
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Inside, this rank holds the whole weights and the model runs without other ranks; all ranks must enter."""
-        return nullcontext() if self._sharding is None else self._sharding.gathered()
+        self.forward = self.parallel.forward
+        self.gathered = self.parallel.gathered
+        self.weights = self.parallel.weights
+        self.export = self.parallel.export
 
     def logprobs(self, groups: list[Group]) -> Tensor:
         """Log-probabilities (N,) of all response tokens of the step in canonical order, on every rank."""
@@ -130,7 +118,7 @@ class Policy:
                 micros = self._pack(batch.groups, chosen)
                 for i, micro in enumerate(micros):
                     loss = self._micro_loss(micro, step, weights, objective, totals, first=epoch == 0)
-                    self._backward(loss, last=i + 1 == len(micros))
+                    self.parallel.backward(loss, last=i + 1 == len(micros))
                 rate = lr(self.optimizer_steps)
                 totals.add_optimizer_step(optimizer.step(rate), rate)
                 self.optimizer_steps += 1
@@ -183,7 +171,7 @@ class Policy:
         batches = self._pack(groups)
         for i, batch in enumerate(batches):
             loss = -self.forward(batch)[0].sum() / num_tokens
-            self._backward(loss, last=i + 1 == len(batches))
+            self.parallel.backward(loss, last=i + 1 == len(batches))
             total += loss.detach()
         sum_tensor(total, self.mesh.dp_group, what="loss of the demonstrations")
         norm = optimizer.step(lr)
@@ -196,31 +184,8 @@ class Policy:
         out = torch.zeros(sum(response_lengths(groups)), dtype=torch.float32, device=self.device)
         for batch in self._pack(groups, only):
             out[batch.token_index] = self.forward(batch)[which]
-        if self._sharding is not None:
-            self._sharding.reshard()
+        self.parallel.release()
         return sum_tensor(out, self.mesh.dp_group, what="log-probabilities of the step")
-
-    def _run_once(self) -> None:
-        """FSDP2 takes the first module that runs for the root: let it be the real one, not a layer in a rollout."""
-        assert self._sharding is not None
-        one = torch.zeros(1, dtype=torch.int64, device=self.device)
-        with torch.no_grad():
-            self._scoring(one, one, PackedPlan([Segment(0, 1, None)], self.device), one, one)
-        self._sharding.reshard()
-
-    def export(self, tokenizer: Any, directory: Path) -> None:
-        """Write the model as a Hugging Face directory; called on all ranks, written by the first."""
-        if self._sharding is None:
-            export_model(self.model, tokenizer, directory)
-            return
-        once = {name for name, _ in self.model.named_parameters()}  # a tied weight under one of its names
-        weights: dict[str, Tensor] = {}
-        for name, tensor in self.weights():
-            if self.mesh.is_main and name in once:
-                weights[name] = tensor.to("cpu", self._compute_dtype)
-        if self.mesh.is_main:
-            export_model(self.model, tokenizer, directory, weights=weights, dtype=self._compute_dtype)
-        wait_for_all(self.mesh.world_group, what="export of the model")
 
     def _pack(self, groups: list[Group], only: list[int] | None = None) -> list[PackedBatch]:
         """This rank's micro-batches."""
@@ -233,13 +198,6 @@ class Policy:
             world=self.mesh.dp,
             context_cost=1.0 / (6 * self.model.config.get_text_config().hidden_size),
         )
-
-    def _backward(self, loss: Tensor, *, last: bool) -> None:
-        """Gradients are summed over ranks once, with the last micro-batch of an optimizer step."""
-        if self._sharding is not None:
-            self._sharding.sync_gradients(last)
-            loss = loss * self._sharding.loss_scale
-        loss.backward()
 
     def _response_weights(
         self, batch: StepBatch, chosen: list[int], algorithm: AlgorithmConfig, max_response_length: int
@@ -307,11 +265,6 @@ class Policy:
         if first:  # before any optimizer step of this rollout has moved the policy
             totals.add_gap(old - step.rollout_logprobs[micro.token_index])
         return weighted
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Named weights as Hugging Face spells them, whole; sharded ones are gathered one by one, on all ranks."""
-        for name, tensor in self.model.state_dict().items():
-            yield name, full_tensor(tensor)
 
 
 class _StepTensors:

@@ -17,7 +17,6 @@ from covey.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from covey.data.prompts import PromptSet, build_prompts, split_prompts
 from covey.data.rows import load_rows
 from covey.distributed import mesh as meshes
-from covey.distributed.gradients import GradientNorm
 from covey.distributed.mesh import Mesh
 from covey.models.load import check_vocabulary, load_model, load_tokenizer, stop_ids
 from covey.optim import Optimizer
@@ -59,6 +58,7 @@ def load_parts(
         device=device.torch_device,
         dp_replicate=parallel.dp_replicate,
         dp_shard=parallel.dp_shard,
+        tp=parallel.tp,
         timeout_s=parallel.timeout_s,
     )
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
@@ -79,6 +79,7 @@ def load_parts(
         limits=limits,
         mesh=mesh,
         compute_dtype=device.dtype,
+        sequence_parallel=parallel.sequence_parallel,
     )
     return Parts(device, tokenizer, policy, mesh)
 
@@ -88,8 +89,7 @@ def make_optimizer(parts: Parts, train: TrainConfig) -> Optimizer:
     parameters = [p for p in parts.policy.model.parameters() if p.requires_grad]
     if parts.mesh.world == 1:
         return Optimizer(parameters, train)
-    norm = GradientNorm(parts.mesh, [False] * len(parameters), device=parts.device.torch_device)
-    return Optimizer(parameters, train, norm=norm)
+    return Optimizer(parameters, train, norm=parts.policy.parallel.gradient_norm(parameters))
 
 
 def load_reference(config: Config, parts: Parts) -> Policy:
@@ -114,6 +114,7 @@ def load_reference(config: Config, parts: Parts) -> Policy:
         limits=policy.limits,
         mesh=parts.mesh,
         compute_dtype=parts.device.dtype,
+        sequence_parallel=config.parallel.sequence_parallel,
     )
 
 
@@ -159,5 +160,6 @@ def _make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngin
         stop_token_ids=stops,
         decode=decode,
         max_num_seqs=config.rollout.max_num_seqs,
+        tp_size=parts.mesh.tp,
         kv_cache_bytes=config.rollout.kv_cache_bytes,
     )

@@ -225,6 +225,7 @@ class Run:
             model=self.policy.model,
             tokenizer=self.parts.tokenizer,
             optimizer=self.optimizer,
+            cuts=self.policy.parallel.cuts,
             state={
                 "step": self.done,
                 "optimizer_steps": self.policy.optimizer_steps,
@@ -284,10 +285,15 @@ class Run:
         return step % every == 0 or step == self.config.train.steps
 
     def _resume(self, resume: bool | str) -> None:
+        parts: dict[str, Any] = {
+            "model": self.policy.model,
+            "optimizer": self.optimizer,
+            "cuts": self.policy.parallel.cuts,
+        }
         if isinstance(resume, str) and resume != "auto":
-            state = self.checkpoints.load(Path(resume), model=self.policy.model, optimizer=self.optimizer)
+            state = self.checkpoints.load(Path(resume), **parts)
         else:
-            state = self.checkpoints.load_latest(model=self.policy.model, optimizer=self.optimizer)
+            state = self.checkpoints.load_latest(**parts)
         if state is None:
             if resume == "auto":
                 return

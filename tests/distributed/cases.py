@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from covey.algorithm.advantages import ADVANTAGES
 from covey.config.schema import AlgorithmConfig, TrainConfig
 from covey.distributed import mesh as meshes
-from covey.distributed.fsdp import full_tensor
+from covey.distributed.fsdp import local_tensor
 from covey.models.load import prepare_model
+from covey.optim import Optimizer
 from covey.policy import ForwardLimits, Policy
 from covey.types import Group, Prompt, Response, StepBatch
 
@@ -75,19 +76,30 @@ class Recorder:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.gradients: dict[str, torch.Tensor] = {}
+        self.norm = 0.0
 
     def step(self, lr: float) -> float:
         for name, parameter in self.policy.model.named_parameters():
             assert parameter.grad is not None, name
-            self.gradients[name] = full_tensor(parameter.grad).clone()
+            self.gradients[name] = parameter.grad
+        if self.policy.mesh.world > 1:  # sums what tensor-parallel ranks hold shares of
+            parameters = list(self.policy.model.parameters())
+            norm = self.policy.parallel.gradient_norm(parameters)
+            self.norm = float(norm([local_tensor(p.grad) for p in parameters if p.grad is not None]))
+        for name, parameter in self.policy.model.named_parameters():
+            self.gradients[name] = self.policy.parallel.whole(name, self.gradients[name]).clone()
             parameter.grad = None
         return 1.0
 
 
-def make_policy(family: str, sizes: dict[str, Any], *, max_tokens: int = 60, **options: Any) -> Policy:
-    m = meshes.start(communication="gloo", device=CPU, **sizes)
+def make_policy(family: str, sizes: dict[str, Any], **options: Any) -> Policy:
+    """A policy over the processes of this run."""
+    return policy_of(model(family), meshes.start(communication="gloo", device=CPU, **sizes), **options)
+
+
+def policy_of(network: Any, m: meshes.Mesh, *, max_tokens: int = 60, **options: Any) -> Policy:
     limits = ForwardLimits(max_tokens_per_micro_batch=max_tokens, logits_chunk_bytes=4 * VOCAB * 7)
-    return Policy(model(family), device=CPU, temperature=0.8, limits=limits, mesh=m, **options)
+    return Policy(network, device=CPU, temperature=0.8, limits=limits, mesh=m, **options)
 
 
 def gradient(family: str, sizes: dict[str, Any], algorithm: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +111,29 @@ def gradient(family: str, sizes: dict[str, Any], algorithm: dict[str, Any], opti
     before = policy.logprobs(step.groups)
     stats = policy.update(step, config, optimizer=recorder, lr=lambda i: 1e-3, max_response_length=32)
     meshes.stop()
-    return {"gradients": recorder.gradients, "stats": stats.values, "logprobs": before}
+    found = {"gradients": recorder.gradients, "stats": stats.values, "logprobs": before, "norm": recorder.norm}
+    return found | {"loss": stats.values["actor/loss"]}
+
+
+def two_steps(family: str, sizes: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Weights and gradient norms after two updates of four optimizer steps."""
+    policy = make_policy(family, sizes, **(options or {}))
+    parameters = list(policy.model.parameters())
+    norm = {} if policy.mesh.world == 1 else {"norm": policy.parallel.gradient_norm(parameters)}
+    optimizer = Optimizer(parameters, train_config(), **norm)
+    norms = []
+    for _ in range(2):
+        stats = policy.update(
+            batch(),
+            AlgorithmConfig(epochs=2, mini_batch_size=2),
+            optimizer=optimizer,
+            lr=lambda i: 1e-3,
+            max_response_length=32,
+        )
+        norms.append(stats.values["actor/grad_norm"])
+    weights = {name: tensor.clone() for name, tensor in policy.weights()}
+    meshes.stop()
+    return {"weights": weights, "norms": norms}
 
 
 def train_config() -> TrainConfig:

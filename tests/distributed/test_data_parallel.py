@@ -12,8 +12,6 @@ from tests.distributed.harness import run
 
 from covey.config.schema import AlgorithmConfig
 from covey.distributed import mesh as meshes
-from covey.distributed.gradients import GradientNorm
-from covey.optim import Optimizer
 from covey.policy import Policy
 
 
@@ -58,33 +56,10 @@ def _gradient_of_one_group(sizes: dict[str, Any]) -> dict[str, torch.Tensor]:
     return recorder.gradients
 
 
-def _two_steps(family: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    policy = cases.make_policy(family, sizes)
-    model = policy.model
-    parameters = list(model.parameters())
-    options = {}
-    if policy.mesh.world > 1:
-        options["norm"] = GradientNorm(policy.mesh, [False] * len(parameters), device=cases.CPU)
-    optimizer = Optimizer(parameters, cases.train_config(), **options)
-    norms = []
-    for _ in range(2):
-        stats = policy.update(
-            cases.batch(),
-            AlgorithmConfig(epochs=2, mini_batch_size=2),
-            optimizer=optimizer,
-            lr=lambda i: 1e-3,
-            max_response_length=32,
-        )
-        norms.append(stats.values["actor/grad_norm"])
-    weights = {name: tensor.clone() for name, tensor in policy.weights()}
-    meshes.stop()
-    return {"weights": weights, "norms": norms}
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_optimizer_steps_end_in_the_same_weights(family: str) -> None:
-    (expected,) = run(1, _two_steps, family, {})
-    found = run(2, _two_steps, family, {})
+    (expected,) = run(1, cases.two_steps, family, {})
+    found = run(2, cases.two_steps, family, {})
     for one in found:
         assert one["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert cases.relative(one["weights"], expected["weights"]) < 1e-5

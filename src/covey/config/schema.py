@@ -131,6 +131,14 @@ class RewardEntry(Section):
     """Name in metrics and records; default: the registered name, or the function's own name."""
     batch: bool = False
     """Call once with all responses to a prompt, instead of once per response (faster if the function vectorises)."""
+    tp: PositiveInt = 1
+    """Ranks that cut every matrix (tensor parallelism); must divide the model's attention and key/value heads."""
+    sequence_parallel: bool = False
+    """With tp: cut the tokens between layers over the same ranks; less activation memory, the same communication."""
+    tp: PositiveInt = 1
+    """Ranks that cut every matrix (tensor parallelism); must divide the model's attention and key/value heads."""
+    sequence_parallel: bool = False
+    """With tp: cut the tokens between layers over the same ranks; less activation memory, the same communication."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Time limit per response, seconds; default: reward.timeout_s."""
     retries: NonNegativeInt = 0
@@ -319,7 +327,7 @@ class TrainConfig(Section):
     """Prompts per step, over all devices (P)."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Packed tokens per forward and backward; changes memory and speed, not the gradient."""
-    logits_chunk_bytes: PositiveInt = 64 * 2**20
+    logits_chunk_bytes: PositiveInt = 256 * 2**20
     """Largest block of fp32 logits held at once, bytes; changes memory and speed, not the result."""
     lr: NonNegative = 1e-6
     """Peak learning rate."""

@@ -13,22 +13,33 @@ from torch import Tensor
 
 from covey.distributed.collectives import sum_tensor
 from covey.distributed.mesh import Mesh
+from covey.distributed.tensor_parallel import TensorParallel
 
 
 class GradientNorm:
     """Norm of local gradients, the same number on every rank."""
 
-    def __init__(self, mesh: Mesh, tp_cut: Sequence[bool], *, device: torch.device) -> None:
-        """tp_cut: for every parameter, whether tensor parallelism cut it."""
+    def __init__(
+        self, mesh: Mesh, names: Sequence[str], *, device: torch.device, tp: TensorParallel | None = None
+    ) -> None:
+        """names: of the parameters, in their order; tp: which of them are cut, and which gradients are shares."""
         self._mesh = mesh
-        self._tp_cut = list(tp_cut)
+        self._names = list(names)
+        self._tp = tp
         self._device = device
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Euclidean norm of the whole gradient from this rank's pieces, in the parameters' order."""
+        """Euclidean norm of the whole gradient from this rank's pieces, in the parameters' order.
+
+        Before that, gradients of which tensor-parallel ranks hold a share each are summed, in place.
+        """
+        present = [(name, g) for name, g in zip(self._names, grads, strict=True) if g is not None]
+        if self._tp is not None:
+            self._tp.sum_partial(present)
+        tp_cuts = {} if self._tp is None else self._tp.cuts
         squares = torch.zeros(2, dtype=torch.float32, device=self._device)  # repeated over tp, cut over tp
         for cut in (False, True):
-            mine = [g for g, c in zip(grads, self._tp_cut, strict=True) if g is not None and c == cut and g.numel()]
+            mine = [g for name, g in present if (name in tp_cuts) == cut and g.numel()]
             if mine:
                 squares[int(cut)] = torch.nn.utils.get_total_norm(mine).float().square()
         sum_tensor(squares, self._mesh.fsdp_group, what="gradient norm over data-parallel ranks")

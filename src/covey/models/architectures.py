@@ -22,8 +22,7 @@ class Architecture:
 
     attention: str = "self_attn"
     mlp: str = "mlp"
-    attention_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     column: tuple[str, ...] = (
         "self_attn.q_proj",
         "self_attn.k_proj",
@@ -32,6 +31,7 @@ class Architecture:
         "mlp.up_proj",
     )
     row: tuple[str, ...] = ("self_attn.o_proj", "mlp.down_proj")
+    final_norm: str = "norm"  # of the base model
     head_norms: tuple[str, ...] = ()  # repeated weights applied to single heads
 
 

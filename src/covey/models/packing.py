@@ -9,7 +9,7 @@ but not the numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,6 +55,21 @@ def pack(
     filler.num_tokens = len(groups[shortest].prompt.input_ids)
     bins = _bins_of_rank(groups, rows, max_tokens, rank, world, context_cost)
     return [_build(groups, rows_of_bin or [filler], offsets, device) for rows_of_bin in bins]
+
+
+def pad_batch(batch: PackedBatch, multiple: int) -> PackedBatch:
+    """The batch with rows added to a multiple: a prompt of token 0 without responses, which nothing else sees."""
+    missing = -batch.num_tokens % multiple
+    if not missing:
+        return batch
+    zeros = batch.input_ids.new_zeros(missing)
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, zeros]),
+        position_ids=torch.cat([batch.position_ids, torch.arange(missing, device=zeros.device)]),
+        segments=[*batch.segments, Segment(batch.num_tokens, batch.num_tokens + missing, None)],
+        num_tokens=batch.num_tokens + missing,
+    )
 
 
 def response_lengths(groups: Sequence[Group]) -> list[int]:

@@ -5,6 +5,7 @@ One module, so that whoever wraps it (sharded weights) covers the layers and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,18 @@ class ScoringModel(nn.Module):
     whole: the weights are this process's own, so the head's gradient may be added in place.
     """
 
-    def __init__(self, model: Any, *, temperature: float, logits_chunk_bytes: int, whole: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        logits_chunk_bytes: int,
+        whole: bool = True,
+        head: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """head: in place of logprobs_and_entropy, where the head's weight is a part of it."""
         super().__init__()
+        self.head = head
         self.model = model
         self.temperature = temperature
         self.logits_chunk_bytes = logits_chunk_bytes
@@ -41,12 +52,16 @@ class ScoringModel(nn.Module):
             **self._inputs(input_ids), position_ids=position_ids.unsqueeze(0), plan=plan, use_cache=False
         ).last_hidden_state[0]
         weight = head_weight(self.model)
+        rows = chunk_rows(weight.shape[0], self.logits_chunk_bytes)
+        chosen = hidden.index_select(0, target_rows)
+        if self.head is not None:
+            return self.head(chosen, weight, target_ids, temperature=self.temperature, rows_per_chunk=rows)
         return logprobs_and_entropy(
-            hidden.index_select(0, target_rows),
+            chosen,
             weight,
             target_ids,
             temperature=self.temperature,
-            rows_per_chunk=chunk_rows(weight.shape[0], self.logits_chunk_bytes),
+            rows_per_chunk=rows,
             add_to_grad=self._adds_in_place(weight),
         )
 

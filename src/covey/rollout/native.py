@@ -58,6 +58,7 @@ class NativeEngine:
         stop_token_ids: Iterable[int],
         decode: Callable[[list[int]], str],
         max_num_seqs: int,  # responses sampled at the same time
+        tp_size: int = 1,  # ranks that the model's heads are cut over
         kv_cache_bytes: int,  # limit on the keys and values held, all layers together
     ) -> None:
         config = model.config.get_text_config()
@@ -70,12 +71,16 @@ class NativeEngine:
             raise ValueError(f"rollout.max_num_seqs is {max_num_seqs}, but at least one response must run: set it to 1")
         head = model.get_output_embeddings().weight
         self._model = model
+        # A head that has a part of the vocabulary puts the parts of all ranks together.
+        self._gather_vocabulary: Callable[[Tensor], Tensor] = getattr(
+            model.get_output_embeddings(), "gather", lambda logits: logits
+        )
         self._stop = np.array(sorted(set(stop_token_ids)), np.int32)
         self._decode = decode
         self._version = 0
         self._layout = CacheLayout(
             num_layers=config.num_hidden_layers,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=config.num_key_value_heads // tp_size,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             dtype=head.dtype,
             device=head.device,
@@ -180,9 +185,11 @@ class NativeEngine:
         hidden = hidden if rows is None else hidden[rows]
         head = self._model.get_output_embeddings()
         if len(hidden) > _FEW_ROWS:
-            return linear(hidden, head.weight, head.bias)
-        logits = (head.weight @ hidden.t()).t()
-        return logits if head.bias is None else logits + head.bias
+            logits = linear(hidden, head.weight, head.bias)
+        else:
+            logits = (head.weight @ hidden.t()).t()
+            logits = logits if head.bias is None else logits + head.bias
+        return self._gather_vocabulary(logits)
 
     def _advance(self, running: list[_Running], logits: Tensor, sampling: Sampling) -> list[tuple[int, int, Response]]:
         """Draw one token for every row, and take the rows that end out of their waves.
