@@ -6,6 +6,8 @@ assert lines    text, or a list of texts: each top-level `assert` is one test, o
 check function  text that defines `check(candidate)`; the row's `entry_point` names the function under test (HumanEval)
 stdin, stdout   {"inputs": [...], "outputs": [...]}, a list of {"input", "output"}, or either as JSON text (APPS)
 
+A data file has one type per column, so rows with tests of different forms hold them all as text.
+
 A program that is missing, crashes, hangs or exceeds a limit fails its tests: that is its score, not an error of the
 reward. Tests that cannot be run (no tests, a test that needs to hand a function to the program) are errors.
 """
@@ -104,7 +106,10 @@ def read_tests(row: dict[str, Any], column: str | None = None) -> RowTests:
     if not value:
         raise ValueError(f"the row has no tests in {column or ', '.join(_COLUMNS)}; its columns: {sorted(row)}")
     if isinstance(value, str) and value.lstrip()[:1] in "{[":
-        value = json.loads(value)
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"the tests look like JSON and are none: {error}") from None
     entry_point = str(row.get("entry_point") or "")
     if isinstance(value, dict) and {"inputs", "outputs"} <= value.keys():
         return _pairs(list(zip(value["inputs"], value["outputs"], strict=True)), entry_point)

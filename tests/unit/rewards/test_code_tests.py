@@ -59,6 +59,7 @@ def test_three_forms_of_tests() -> None:
         ({"tests": "x = 1"}, "neither an assert nor a check function"),
         ({"tests": "def check(candidate):\n    assert candidate(1)"}, "entry_point"),
         ({"tests": "assert f("}, "no Python"),
+        ({"tests": "{inputs: 1}"}, "look like JSON and are none"),
         ({"tests": 5}, "none of the known forms"),
     ],
 )
