@@ -59,6 +59,7 @@ def assert_same(left: dict[int, Group], right: dict[int, Group]) -> None:
 
 REQUESTS = {
     "greedy": Sampling(num_samples=3, max_response_length=20, temperature=0.0),
+    "single": Sampling(num_samples=1, max_response_length=40, seed=2),
     "sampled": Sampling(num_samples=5, max_response_length=40, seed=4, step=9),
     "filtered": Sampling(num_samples=5, max_response_length=36, temperature=1.2, top_k=30, top_p=0.9, min_p=0.01),
 }

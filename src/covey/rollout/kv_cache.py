@@ -3,7 +3,8 @@
 A *wave* is a set of prompts admitted together with the rows (responses) that continue them. All rows of a wave are
 equally long, so the response part of attention needs no mask. Prompts are padded to the wave's longest one and kept
 once, however many responses share them: decode attention is one softmax over [prompt scores | response scores], where
-the scores of all responses to a prompt are one matrix product (`_SharedPrompts`).
+the scores of all responses to a prompt are one matrix product (`_SharedPrompts`). In a wave where every prompt has one
+response there is nothing to share: rows hold prompt and response side by side, and attention is one call.
 
 Rows leave a wave by moving the last rows into their places, so the model never runs a finished response and only the
 moved rows are copied. Prompts and memory are given back when enough of them is unused.
@@ -54,51 +55,73 @@ class Wave:
         self.num_rows = len(prompt_of_row)  # S
         self.max_length = max_length  # response tokens a row can reach
         self.length = 0  # response tokens in the cache, L
-        self.prompt_keys = layout.zeros(len(prompt_lens), max(prompt_lens))  # (Q, N_kv, P, H) for each layer
-        self.prompt_values = layout.zeros(len(prompt_lens), max(prompt_lens))
-        capacity = min(_FIRST_CAPACITY, max_length)
+        longest = max(prompt_lens)
+        alone = len(prompt_lens) == self.num_rows
+        self.prefix = longest if alone else 0  # tokens of the prompt that stand before the response in `keys`
+        self.prompt_keys = [] if alone else layout.zeros(len(prompt_lens), longest)  # (Q, N_kv, P, H) for each layer
+        self.prompt_values = [] if alone else layout.zeros(len(prompt_lens), longest)
+        capacity = self.prefix + min(_FIRST_CAPACITY, max_length)
         self.keys = layout.zeros(self.num_rows, capacity)  # (rows with room, N_kv, tokens with room, H) for each layer
         self.values = layout.zeros(self.num_rows, capacity)
-        self._shared = _SharedPrompts(prompt_lens, max(prompt_lens), prompt_of_row, layout.device)
+        self._shared = None if alone else _SharedPrompts(prompt_lens, longest, prompt_of_row, layout.device)
+        self._visible: Tensor | None = None  # (S, 1, 1, prefix + max_length), only for prompts alone, of unequal length
+        if alone and min(prompt_lens) < longest:
+            place = torch.arange(longest + max_length, device=layout.device)
+            lens = torch.tensor(prompt_lens, device=layout.device).view(-1, 1, 1, 1)
+            self._visible = (place < lens) | (place >= longest)
 
     @property
     def reserved_bytes(self) -> int:
         """Memory the wave can grow to: padded prompts, and every row it has room for at full length."""
-        prompts, _, longest, _ = self.prompt_keys[0].shape
-        return (prompts * longest + self.keys[0].shape[0] * self.max_length) * self.layout.token_bytes
+        prompts = len(self.prompt_lens) * self.prompt_keys[0].shape[2] if self.prompt_keys else 0
+        return (prompts + self.keys[0].shape[0] * (self.prefix + self.max_length)) * self.layout.token_bytes
+
+    def store_prompts(self, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
+        """Keep (n, N_kv, length, H) as the beginning of prompts `first`, `first + 1`, ..."""
+        place = (slice(first, first + len(keys)), slice(None), slice(keys.shape[2]))
+        (self.prompt_keys or self.keys)[layer][place] = keys
+        (self.prompt_values or self.values)[layer][place] = values
 
     def keep_rows(self, order: list[int]) -> None:
         """Row i becomes what row order[i] was; the rows not named are gone."""
         moves = [(i, row) for i, row in enumerate(order) if i != row]
         if moves:
             target, source = torch.tensor(moves, device=self.layout.device).t()
+            used = self.prefix + self.length
             for cache in (*self.keys, *self.values):
-                cache[target, :, : self.length] = cache[source, :, : self.length]
+                cache[target, :, :used] = cache[source, :, :used]
         self.prompt_of_row = [self.prompt_of_row[row] for row in order]
         self.num_rows = len(order)
         if 2 * self.num_rows <= self.keys[0].shape[0]:
             self._resize(self.num_rows, self.keys[0].shape[2])
-        used = sorted(set(self.prompt_of_row))
-        if 4 * len(used) <= 3 * len(self.prompt_lens):
-            self._keep_prompts(used)
+        if self._shared is None:
+            if self._visible is not None:
+                self._visible = self._visible[torch.tensor(order, device=self.layout.device)]
+            return
+        running = sorted(set(self.prompt_of_row))
+        if 4 * len(running) <= 3 * len(self.prompt_lens):
+            self._keep_prompts(running)
         longest = self.prompt_keys[0].shape[2]
         self._shared = _SharedPrompts(self.prompt_lens, longest, self.prompt_of_row, self.layout.device)
 
     def start_token(self) -> None:
         """Make room for one more token in every row."""
-        if self.length == self.keys[0].shape[2]:
-            self._resize(self.keys[0].shape[0], min(2 * self.length, self.max_length))
+        if self.prefix + self.length == self.keys[0].shape[2]:
+            self._resize(self.keys[0].shape[0], self.prefix + min(2 * self.length, self.max_length))
         self.length += 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(S, N, H): the newest token of every row attends to its prompt and to its response so far."""
-        keys = self.keys[layer][: self.num_rows, :, : self.length]
-        values = self.values[layer][: self.num_rows, :, : self.length]
+        end = self.prefix + self.length
+        keys, values = self.keys[layer][: self.num_rows, :, :end], self.values[layer][: self.num_rows, :, :end]
         keys[:, :, -1] = key.transpose(0, 1)
         values[:, :, -1] = value.transpose(0, 1)
-        query = (query * scale).transpose(0, 1).unflatten(1, (len(key), -1))  # (S, N_kv, g, H)
+        query = query.transpose(0, 1).unflatten(1, (len(key), -1))  # (S, N_kv, g, H)
+        if self._shared is None:
+            mask = None if self._visible is None else self._visible[..., :end]
+            return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)
         prompt_keys, prompt_values = self.prompt_keys[layer], self.prompt_values[layer]
-        return self._shared.attend(query, prompt_keys, prompt_values, keys.flatten(0, 1), values.flatten(0, 1))
+        return self._shared.attend(query * scale, prompt_keys, prompt_values, keys.flatten(0, 1), values.flatten(0, 1))
 
     def _keep_prompts(self, used: list[int]) -> None:
         """Forget the prompts that no row continues."""
@@ -112,7 +135,7 @@ class Wave:
                 caches[layer] = cache[:, :, :longest].index_select(0, index)
 
     def _resize(self, rows: int, capacity: int) -> None:
-        live = (slice(self.num_rows), slice(None), slice(self.length))
+        live = (slice(self.num_rows), slice(None), slice(self.prefix + self.length))
         for caches in (self.keys, self.values):
             for layer, cache in enumerate(caches):
                 new = cache.new_zeros((rows, cache.shape[1], capacity, cache.shape[3]))
@@ -207,9 +230,7 @@ class PrefillPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(T, N, H) for the packed prompt tokens."""
         query, key, value = (self._pad(x) for x in (query, key, value))  # (prompts, heads, longest, H)
-        rows = slice(self._first, self._first + self._num_prompts)
-        self._wave.prompt_keys[layer][rows, :, : self._longest] = key
-        self._wave.prompt_values[layer][rows, :, : self._longest] = value
+        self._wave.store_prompts(layer, self._first, key, value)
         output = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=len(query[0]) != len(key[0])
         )
