@@ -178,7 +178,8 @@ def prepare_table(
     if len(asked) < len(examples):
         drops["empty_prompt"] = len(examples) - len(asked)
     for i, fields in zip(asked, inputs, strict=True):
-        fields.setdefault("prompt_text", None)
+        if "prompt_text" not in fields:  # a handler that renders by itself
+            fields["prompt_text"] = str(handler.tokenizer.decode(fields["input_ids"]))
         length = len(fields["input_ids"])
         if max_length is not None and length > max_length:
             if overlong_is_error:

@@ -126,6 +126,18 @@ def test_a_users_field_may_be_empty_in_the_first_batches(config: Make, tokenizer
     assert extra == [0] * 12001 + [1, 1]
 
 
+def test_a_users_handler_may_render_by_itself(config: Make, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from covey.data.handlers import AlpacaStyleInstructionHandler\n"
+        "class Own(AlpacaStyleInstructionHandler):\n"
+        "    def _tokenize_prompt(self, example):\n"
+        "        return {'input_ids': self.tokenizer.encode('Q ' + example['problem'], add_special_tokens=False)}\n"
+    )
+    preprocess(config(rows=ROWS[:1], handler_name=f"{tmp_path}/own.py:Own"))
+    prompt = _load(str(tmp_path / "out/data"), tokenizer)[0]
+    assert (prompt.text, prompt.row["prompt"]) == ("Q 2+2=", "2+2=")
+
+
 def test_the_seeds_yaml_runs_with_its_sample_row(
     tokenizer: Any, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
