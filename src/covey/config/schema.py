@@ -131,14 +131,6 @@ class RewardEntry(Section):
     """Name in metrics and records; default: the registered name, or the function's own name."""
     batch: bool = False
     """Call once with all responses to a prompt, instead of once per response (faster if the function vectorises)."""
-    tp: PositiveInt = 1
-    """Ranks that cut every matrix (tensor parallelism); must divide the model's attention and key/value heads."""
-    sequence_parallel: bool = False
-    """With tp: cut the tokens between layers over the same ranks; less activation memory, the same communication."""
-    tp: PositiveInt = 1
-    """Ranks that cut every matrix (tensor parallelism); must divide the model's attention and key/value heads."""
-    sequence_parallel: bool = False
-    """With tp: cut the tokens between layers over the same ranks; less activation memory, the same communication."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Time limit per response, seconds; default: reward.timeout_s."""
     retries: NonNegativeInt = 0
@@ -398,6 +390,10 @@ class ParallelConfig(Section):
     """Ranks that train on different micro-batches and hold a part of the weights each; auto: all that are left."""
     dp_replicate: PositiveInt = 1
     """Copies of the sharded weights, for example one a host; each trains on different micro-batches."""
+    tp: PositiveInt = 1
+    """Ranks that cut every matrix (tensor parallelism); must divide the model's attention and key/value heads."""
+    sequence_parallel: bool = False
+    """With tp: cut the tokens between layers over the same ranks; less activation memory, the same communication."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """How long a rank waits for the slowest one before the run ends with an error, seconds."""
 
