@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithm.losses import LOSSES, LossOptions, TokenLoss
+from covey.algorithm.losses import LOSSES, LossOptions, TokenLoss, find_loss
 
 OPTIONS = LossOptions(clip_low=0.2, clip_high=0.28)
 
@@ -151,3 +151,14 @@ def test_no_tokens_give_an_empty_loss(loss: str) -> None:
     ).loss.sum()
     total.backward()
     assert total.item() == 0.0
+
+
+def test_a_loss_is_found_by_name_or_as_module_and_function() -> None:
+    assert find_loss("gspo") is LOSSES["gspo"]
+    assert find_loss("covey.algorithm.losses:sapo") is LOSSES["sapo"]
+
+
+@pytest.mark.parametrize("name", ["gpro", "no.such.module:loss", "covey.algorithm.losses:gpro"])
+def test_an_unknown_loss_names_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}.*known: grpo, gspo"):
+        find_loss(name)
