@@ -58,24 +58,22 @@ def convert(directory: Path) -> None:
 
 
 def write_questions(directory: Path) -> None:
-    """Sums and differences of two numbers below 100, as chat questions; no held-out question is trained on."""
+    """Sums and differences of two numbers below 100, half of them below 10; no held-out question is trained on."""
     import reasoning_gym
 
-    def ask(seed: int, size: int) -> dict[str, str]:
+    def ask(seed: int, size: int) -> list[tuple[str, str]]:
         dataset = reasoning_gym.create_dataset(
             "chain_sum", seed=seed, size=size, min_terms=2, max_terms=2, min_digits=1, max_digits=2
         )
-        return {item["metadata"]["expression"]: item["answer"] for item in dataset}
+        return [(item["metadata"]["expression"], item["answer"]) for item in dataset]
 
-    held_out = dict(list(ask(seed=1, size=4 * NUM_EVAL).items())[:NUM_EVAL])
-    training = {
-        question: answer for question, answer in ask(seed=2, size=NUM_TRAIN).items() if question not in held_out
-    }
+    held_out = dict(list(dict(ask(seed=1, size=4 * NUM_EVAL)).items())[:NUM_EVAL])
+    training = [(question, answer) for question, answer in ask(seed=2, size=NUM_TRAIN) if question not in held_out]
     directory.mkdir(parents=True, exist_ok=True)
-    for name, questions in (("train", training), ("eval", held_out)):
+    for name, questions in (("train", training), ("eval", held_out.items())):
         rows = [
             {"problem": f"What is {question}? Answer with the number only.", "answer": answer, "task": "math"}
-            for question, answer in questions.items()
+            for question, answer in questions
         ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
