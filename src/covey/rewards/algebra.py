@@ -13,7 +13,7 @@ from typing import Any
 
 from covey.rewards.equality import clean, equal_answers
 
-_MAX_CHARACTERS = 1000  # longer "answers" are compared as text only
+_MAX_CHARACTERS, _MAX_DEPTH = 400, 20  # "answers" that are longer or nested deeper are compared as text only
 _MAX_SYMBOLS = 8
 _PROSE = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_][\w\s,.'-]*")  # words, not a product of one-letter symbols
 _FUNCTIONS = re.compile(r"\b(?:sqrt|sinh?|cosh?|tanh?|log|frac|infty|theta|alpha|beta|gamma)\b")
@@ -27,13 +27,22 @@ def same_answer(answer: str, reference: str) -> bool:
     ours, gold = clean(answer), clean(reference)
     if ours.casefold().strip("().") == gold.casefold().strip("()."):
         return True
-    if max(len(ours), len(gold)) > _MAX_CHARACTERS or _is_prose(ours) or _is_prose(gold):
+    if any(len(text) > _MAX_CHARACTERS or _depth(text) > _MAX_DEPTH or _is_prose(text) for text in (ours, gold)):
         return False
     return _verify(gold=reference.strip(), answer=answer.strip())
 
 
 def _is_prose(text: str) -> bool:
     return "\\" not in text and _PROSE.fullmatch(text) is not None and not _FUNCTIONS.search(text)
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _verify(*, gold: str, answer: str) -> bool:

@@ -16,7 +16,8 @@ FINER, COARSER = Fraction(1, 1000), Fraction(1, 10000)  # relative to the refere
 _MAX_DIGITS = 400  # longer literals are compared as text: a power of ten is not worth a stall
 
 _NUMBER = re.compile(r"([-+]?)(\d+(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?")
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\}| )\d{3})+(?:\.\d+)?")
+_GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}(?:(?:,|\{,\}| )\d{3})+(?:\.\d+)?")
+_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _FRACTION = re.compile(r"([-+]?)\s*(?:\\[dt]?frac\s*\{?([-+]?\d+)\}?\s*\{?(\d+)\}?|(\d+)\s*/\s*(\d+))")
 _WRAPPERS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 _NOISE = re.compile(r"\\left|\\right|\\[,;: ]|\\displaystyle|\\\$|[$°€£¥]|\^\{?\\circ\}?")
@@ -81,6 +82,8 @@ def read_number(text: str) -> Number | None:
         return None
     if _GROUPED.fullmatch(text):
         text = re.sub(r",|\{,\}| ", "", text)
+    elif _DECIMAL_COMMA.fullmatch(text):
+        text = text.replace(",", ".")
     number = _NUMBER.fullmatch(text)
     if number:
         exponent = int(number[3] or 0)

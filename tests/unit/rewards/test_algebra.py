@@ -111,7 +111,22 @@ def test_same_answer(reference: str, answer: str, equal: bool) -> None:
     assert same_answer(answer, reference) is equal
 
 
-@pytest.mark.parametrize("text", ["", "\\frac{", "{", "}{", "\\boxed", "$$", "__import__('os').getcwd()", "x" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\\frac{",
+        "{",
+        "}{",
+        "\\boxed",
+        "$$",
+        "__import__('os').getcwd()",
+        "x" * 5000,
+        "(" * 300,
+        "1+" * 300 + "1",
+        "-" * 900,
+    ],
+)
 def test_no_answer_is_merely_wrong(text: str) -> None:
     assert same_answer(text, "4") is False
 

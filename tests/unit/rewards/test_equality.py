@@ -17,6 +17,9 @@ from covey.rewards.equality import equal_answers
         ("1,000", "1000"),
         ("1{,}000{,}000", "1000000"),
         ("1e3", "1000"),
+        ("1000,99", "1000.99"),  # decimal comma
+        ("0,111", "0.111"),
+        ("1 000", "1000"),
         (".5", "0.5"),
         ("1/2", "0.5"),
         (r"\frac{1}{2}", "0.5"),
@@ -61,6 +64,7 @@ def test_equal(answer: str, reference: str) -> None:
         ("0.001", "0.002"),
         ("9007199254740993", "9007199254740992"),  # one apart, the same float
         ("500%", "0.5"),
+        ("1,000", "1.000"),  # thousands
     ],
 )
 def test_not_equal(answer: str, reference: str) -> None:
