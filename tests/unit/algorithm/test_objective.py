@@ -52,7 +52,7 @@ def step_tokens() -> Tokens:
 
 def micro_batch(tokens: Tokens, responses: list[int]) -> Tokens:
     """The tokens of these responses, renumbered from 0 in the given order."""
-    rows = torch.cat([torch.nonzero(r == INDEX).ravel() for r in responses])
+    rows = torch.cat([torch.nonzero(INDEX.eq(r)).ravel() for r in responses])
     renumber = {r: i for i, r in enumerate(responses)}
     cut = {f.name: value[rows] for f in fields(tokens) if isinstance(value := getattr(tokens, f.name), Tensor)}
     cut["response_index"] = torch.tensor([renumber[r] for r in INDEX[rows].tolist()])
