@@ -193,6 +193,71 @@ def test_dapo_clips_higher_and_has_no_kl_and_grpo_ignores_its_keys(tmp_path: Pat
     assert (grpo.clip_low, grpo.clip_high, grpo.kl_coef, grpo.aggregation) == (0.1, 0.1, 0.001, "token_mean")
 
 
+def test_dynamic_sampling_and_the_penalty_for_length(tmp_path: Path) -> None:
+    keys = {
+        "filter_groups_enable": True,
+        "filter_groups_metric": "acc",
+        "filter_groups_max_batches": 3,
+        "filter_groups_train_batch_size": 16,
+        "mini_batch_size": 8,
+        "verifier_function": ["acc"],
+        "verifier_weight": [1.0],
+        "overlong_buffer_enable": True,
+        "overlong_buffer": 128,
+        "overlong_buffer_penalty_factor": 0.5,
+        "rollout_max_tokens": 512,
+    }
+    dapo = _write(tmp_path, megatron_training={"stage": "ray_dapo"}, rl_config=keys)
+    report = check_file(dapo)
+    assert report.verdict == "runs"
+    config = load_any(dapo).config
+    assert (config.algorithm.max_rounds, config.train.batch_size, config.algorithm.mini_batch_size) == (3, 16, 8)
+    assert (config.algorithm.overlong_buffer, config.algorithm.overlong_penalty) == (128, 0.5)
+    endless = _write(
+        tmp_path, megatron_training={"stage": "ray_dapo"}, rl_config={**keys, "filter_groups_max_batches": -1}
+    )
+    assert check_file(endless).sentence == "runs with 1 difference"
+    grpo = load_any(_write(tmp_path, rl_config=keys)).config
+    assert (grpo.algorithm.max_rounds, grpo.train.batch_size, grpo.algorithm.overlong_buffer) == (1, 32, 128)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "tp", "words"),
+    [
+        (16, {"tensor_model_parallel_size": 2, "data_parallel_size": 8}, 2, ""),
+        (16, {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4}, 4, ""),
+        (8, {"tensor_model_parallel_size": 2, "data_parallel_size": 8}, None, "= 16, but 8 processes run"),
+        (6, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, None, "= 4 does not divide the 6"),
+        (1, {"tensor_model_parallel_size": 2, "data_parallel_size": 8}, 1, ""),
+    ],
+)
+def test_parallel_sizes_are_checked_against_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, sizes: dict[str, int], tp: int | None, words: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    report = check_file(_write(tmp_path, parallel_config=sizes, megatron_training={"sequence_parallel": True}))
+    if tp is None:
+        assert report.verdict == "cannot"
+        assert words in report.sentence
+        return
+    assert report.verdict == "runs"
+    assert report.loaded is not None
+    parallel = report.loaded.config.parallel
+    assert (parallel.tp, parallel.sequence_parallel) == (tp, tp > 1)
+
+
+def test_upstreams_verifiers_are_registered_rewards() -> None:
+    from covey.config.mindspeed import VERIFIERS
+    from covey.rewards.base import REWARDS
+
+    assert set(VERIFIERS) <= set(REWARDS)
+
+
+def test_verifier_settings_that_upstream_ignores_have_an_effect(tmp_path: Path) -> None:
+    reward = load_any(_write(tmp_path, rl_config={"verifier_parallel": 4, "verifier_timeout": 120})).config.reward
+    assert (reward.num_workers, reward.timeout_s) == (4, 120.0)
+
+
 def test_the_kl_penalty_that_does_not_penalise_is_said_to_be_so(tmp_path: Path) -> None:
     report = check_file(_write(tmp_path, rl_config={"kl_penalty": "kl"}))
     assert "zero mean" in _reason(report, "rl_config.kl_penalty")

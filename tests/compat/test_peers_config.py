@@ -79,3 +79,53 @@ def test_trl_arguments_count_responses_and_keep_trls_defaults(tmp_path: Path) ->
     assert (config.train.schedule, config.train.weight_decay, config.train.betas) == ("linear", 0.0, (0.9, 0.999))
     path.write_text(json.dumps({**arguments, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}))
     assert check_file(path, [*overrides, "steps_per_generation=1"]).verdict == "cannot"
+
+
+def test_verls_kl_in_reward_dynamic_sampling_and_overlong_penalty(tmp_path: Path) -> None:
+    script = tmp_path / "dapo.sh"
+    more = [
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.kl_coef=0.01",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.2",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.max_num_gen_batches=4",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=256",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_is_threshold=5",
+    ]
+    kept = [line for line in VERL.splitlines() if "kl_loss" not in line]
+    script.write_text("\n".join([*kept, *more]))
+    algorithm = load_any(script).config.algorithm
+    assert (algorithm.kl_in_reward, algorithm.kl_coef, algorithm.kl_estimator) == (True, 0.01, "k1")
+    assert (algorithm.kl_target, algorithm.kl_horizon, algorithm.max_rounds) == (0.2, 10_000, 4)
+    assert (algorithm.overlong_buffer, algorithm.overlong_penalty) == (256, 1.0)
+    assert (algorithm.rollout_correction, algorithm.rollout_ratio_high) == ("token_truncate", 5.0)
+
+
+def test_trl_losses_beyond_grpo(tmp_path: Path) -> None:
+    path = tmp_path / "trl.json"
+    arguments = {
+        "output_dir": "out",
+        "loss_type": "cispo",
+        "epsilon_high": 5.0,
+        "beta": 0.0,
+        "num_generations": 4,
+        "multi_objective_aggregation": "normalize_then_sum",
+        "top_entropy_quantile": 0.2,
+        "vespo_k_neg": 4.0,
+        "use_vllm": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+    }
+    path.write_text(json.dumps(arguments))
+    given = ["model.path=m", "data.train=d.jsonl", "reward.functions=[math]"]
+    algorithm = load_any(path, given).config.algorithm
+    assert (algorithm.loss, algorithm.aggregation, algorithm.clip_low, algorithm.clip_high) == (
+        "cispo",
+        "token_mean",
+        1.0,
+        4.0,  # the largest weight of a token is 5
+    )
+    assert (algorithm.advantage, algorithm.top_entropy_share, algorithm.vespo_neg) == ("gdpo", 0.2, (4.0, 2.0))
+    assert (algorithm.rollout_correction, algorithm.rollout_ratio_high) == ("token_truncate", 3.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from covey.config import mindspeed_dapo as dapo
 from covey.config import mindspeed_rules as rules
 from covey.config.rules import (
     Conversion,
@@ -37,7 +38,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rl_config": {
         "n_samples_per_prompt": 1, "max_prompt_length": 512, "epochs": 1, "clip_ratio": 0.2, "entropy_coeff": 0.0,
         "kl_penalty": "low_var_kl", "init_kl_coef": 0.01, "verifier_function": ["base_acc"], "verifier_weight": [1.0],
-        "mini_batch_size": 1, "token_level_loss": True,
+        "mini_batch_size": 1, "token_level_loss": True, "clip_ratio_low": 0.1, "clip_ratio_high": 0.1,
+        "filter_groups_max_batches": -1, "overlong_buffer_penalty_factor": 1.0,
     },
     "sampling_config": {"max_tokens": 128},
 }  # fmt: skip
@@ -49,8 +51,6 @@ _CRITIC = no_effect("belongs to the critic of PPO")
 _MULTIMODAL = unsupported("multimodal models are not trained", blocking=True)
 _SHARED = no_effect("all models share the actor's devices")
 _MICRO = no_effect("one token budget, train.max_tokens_per_micro_batch, for all passes")
-_FILTER = judged_with("filter_groups_enable")
-_OVERLONG = judged_with("overlong_buffer_enable")
 _OLD = no_effect("placement and chunk sizes of the schema before mid 2025")
 _ENGINE = no_effect("a setting of upstream's engine; rollout.engine native does not need it")
 
@@ -114,7 +114,7 @@ RL: KeyMap = {
     "init_kl_coef": rules.kl_coef,
     "kl_horizon": judged_with("kl_ctrl_type"),
     "kl_target": judged_with("kl_ctrl_type"),
-    "use_kl_in_reward": unsupported("the KL term is part of the loss"),
+    "use_kl_in_reward": no_effect("as upstream: PPO alone reads it; here algorithm.kl_in_reward does it for any loss"),
     "clip_ratio": rules.clip_ratio,
     "clip_param": rules.clip_ratio,
     "cliprange_value": _CRITIC,
@@ -132,8 +132,10 @@ RL: KeyMap = {
     "rule_reward": rules.rule_reward,
     "verifier_function": rules.verifiers(VERIFIERS),
     "verifier_weight": judged_with("verifier_function"),
-    "verifier_parallel": no_effect("no use upstream since 2025-05"),
-    "verifier_timeout": no_effect("no use upstream since 2025-05"),
+    "verifier_parallel": honour(
+        "reward.num_workers", scale=lambda v: int(number(v)), why="upstream has not read it since 2025-05"
+    ),
+    "verifier_timeout": honour("reward.timeout_s", scale=number, why="upstream has not read it since 2025-05"),
     "use_remove_padding": built_in("sequences are packed, never padded"),
     "use_dynamic_bsz": built_in("micro-batches are cut by tokens"),
     "use_dp_batch_balance": built_in("micro-batches are cut by tokens"),
@@ -171,18 +173,18 @@ RL: KeyMap = {
     "swanlab_save_dir": no_effect("everything of a run lies in output_dir"),
     "integrated_mode_config": _integrated_mode,
     "share_backbone": judged_with("lora_r"),
-    "token_level_loss": rules.token_level_loss,
+    "token_level_loss": dapo.token_level_loss,
     "clip_higher_enable": judged_with("clip_ratio_low and clip_ratio_high"),
-    "clip_ratio_low": rules.clip_side("algorithm.clip_low"),
-    "clip_ratio_high": rules.clip_side("algorithm.clip_high"),
-    "overlong_buffer_enable": unsupported("DAPO's penalty for responses near the limit"),
-    "overlong_buffer": _OVERLONG,
-    "overlong_buffer_penalty_factor": _OVERLONG,
-    "rollout_max_tokens": _OVERLONG,
-    "filter_groups_enable": unsupported("DAPO's dynamic sampling: groups without spread are kept, with advantage 0"),
-    "filter_groups_metric": _FILTER,
-    "filter_groups_max_batches": _FILTER,
-    "filter_groups_train_batch_size": _FILTER,
+    "clip_ratio_low": dapo.clip_side("algorithm.clip_low"),
+    "clip_ratio_high": dapo.clip_side("algorithm.clip_high"),
+    "overlong_buffer_enable": dapo.overlong_switch,
+    "overlong_buffer": dapo.overlong_buffer,
+    "overlong_buffer_penalty_factor": judged_with("overlong_buffer"),
+    "rollout_max_tokens": dapo.overlong_limit,
+    "filter_groups_enable": dapo.filter_groups,
+    "filter_groups_metric": dapo.filter_metric,
+    "filter_groups_max_batches": judged_with("filter_groups_enable"),
+    "filter_groups_train_batch_size": dapo.filter_batch,
     "multi_turn_enable": unsupported("tool calls in several turns", blocking=True),
     "tool_config_path": _MULTI_TURN,
     "max_tool_calls": _MULTI_TURN,

@@ -85,17 +85,61 @@ def verify(name: str, *, convert: Callable[[Any], Any] = lambda value: value) ->
 
 
 def degree(axis: str) -> Rule:
-    """How many devices an axis is split over."""
+    """How many devices an axis (`tensor`, `pipeline`, `context`, `data`) is split over."""
 
     def rule(value: Any, run: Conversion) -> Finding:
-        size = int(number(value))
-        if size == 1:
-            return Finding("honoured", "not split")
-        if run.world_size == 1:
+        size, world = int(number(value)), run.world_size
+        if world == 1:
+            if size == 1:
+                return Finding("honoured", "not split")
             return Finding("mapped", f"one process is started: nothing is split {size} ways; the numbers are the same")
-        return Finding("not supported", f"{axis} parallelism of {size} on {run.world_size} processes", blocking=True)
+        sizes = {name: _size(name, run) for name in ("tensor", "pipeline", "context")}
+        split = math.prod(sizes.values())
+        text = " x ".join(f"{name} {sizes[name]}" for name in sizes) + f" = {split}"
+        if world % split:
+            return Finding(
+                "not supported",
+                f"{text} does not divide the {world} processes; start a multiple of {split} (torchrun), or change it",
+                blocking=True,
+            )
+        if axis == "data" and split * size != world:
+            return Finding(
+                "not supported",
+                f"{text}, times data {size} = {split * size}, but {world} processes run; start {split * size} of them "
+                f"(torchrun --nproc-per-node), or set data_parallel_size to {world // split}",
+                blocking=True,
+            )
+        return _placed(axis, size, run)
 
     return rule
+
+
+def _size(axis: str, run: Conversion) -> int:
+    return int(number(run.get("megatron_training", f"{axis}_{'model_' * (axis != 'context')}parallel_size") or 1))
+
+
+def _placed(axis: str, size: int, run: Conversion) -> Finding:
+    if axis == "tensor":
+        run.set("parallel.tp", size)
+        return Finding("honoured", "parallel.tp")
+    if axis == "data":
+        ranks = run.world_size // _size("tensor", run)
+        return Finding("mapped", f"{ranks} ranks train on different micro-batches and share the weights' pieces")
+    if size == 1:
+        return Finding("honoured", "not split")
+    if axis == "pipeline":
+        why = "layers are not split by depth; these ranks hold pieces of every weight and train on other micro-batches"
+    else:
+        why = "sequences are not split; these ranks train on other micro-batches, so one must fit on a device"
+    return Finding("mapped", f"{why}: the numbers are the same")
+
+
+def sequence_parallel(value: Any, run: Conversion) -> Finding:
+    """Tokens between layers cut over the tensor-parallel ranks."""
+    if run.world_size == 1 or _size("tensor", run) == 1:
+        return Finding("no effect", "no tensor parallelism")
+    run.set("parallel.sequence_parallel", bool(value))
+    return Finding("honoured", "parallel.sequence_parallel")
 
 
 def beta(index: int) -> Rule:

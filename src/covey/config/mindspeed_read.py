@@ -51,9 +51,10 @@ def convert_mindspeed(
     rl, generate = _section(data, "rl_config", run), _section(data, "generate_config", run)
     sampling = generate.pop("sampling_config", None) or {}
     training, actor = _section(data, "megatron_training", run), _section(data, "actor_config", run)
+    layout = _section(data, "parallel_config", run)
     run.old_schema = any(name in data for name in ("ref_config", "reward_config")) or any(k in rl for k in _OLD_RL_KEYS)
     run.values = {
-        "megatron_training": {**training, **actor},
+        "megatron_training": {**training, **actor, **layout},
         "rl_config": rl,
         "generate_config": generate,
         "sampling_config": sampling,
@@ -66,7 +67,7 @@ def convert_mindspeed(
     apply_table(RL, rl, "rl_config.", run)
     apply_table(GENERATE, generate, "generate_config.", run)
     apply_table(SAMPLING, sampling, "generate_config.sampling_config.", run)
-    apply_table(MEGATRON, _section(data, "parallel_config", run), "parallel_config.", run)
+    apply_table(MEGATRON, layout, "parallel_config.", run)
     _environment(data, directories, run)
     _other_sections(data, run)
     _absent(run)

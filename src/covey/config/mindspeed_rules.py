@@ -1,4 +1,4 @@
-"""MindSpeed-RL keys whose meaning depends on other keys: stage, batches, lengths, KL, clipping, rewards, weights.
+"""MindSpeed-RL keys whose meaning depends on other keys: stage, batches, lengths, KL, clipping, rewards.
 
 Upstream's meaning is noted where it is not what the name says. Source: Ascend/MindSpeed-RL at 05a90d7.
 """
@@ -14,13 +14,14 @@ _OTHER_STAGES = {
     "ppo": "PPO trains a critic; Covey has none. GRPO needs no critic: stage ray_grpo with adv_estimator group_norm",
     "dpo": "DPO learns off-line from preference pairs; Covey trains on sampled responses (GRPO and its family)",
 }
+_STAGE_KEYS = (("megatron_training", "stage"), ("rl_config", "algorithm"), ("megatron_training", "algorithm"))
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "low_var_kl": "low_var_kl"}
 
 
 def is_dapo(run: Conversion) -> bool:
     """Whether the file asks for DAPO."""
-    stage = run.get("megatron_training", "stage") or run.get("rl_config", "algorithm")
-    return STAGES.get(str(stage).lower()) == "DAPO"
+    named = [run.values.get(section, {}).get(key) for section, key in _STAGE_KEYS]
+    return STAGES.get(str(next((name for name in named if name), "ray_grpo")).lower()) == "DAPO"
 
 
 def stage(value: Any, run: Conversion) -> Finding:
@@ -45,9 +46,24 @@ def adv_estimator(value: Any, run: Conversion) -> Finding:
     return Finding("not supported", "gae needs a critic (PPO); use group_norm", blocking=True)
 
 
+def filters_groups(run: Conversion) -> bool:
+    """Whether dynamic sampling is on; upstream's GRPO trainer does not read the switch."""
+    return is_dapo(run) and bool(run.get("rl_config", "filter_groups_enable"))
+
+
+def prompts_per_step(run: Conversion) -> int:
+    """Prompts that are trained on per iteration: with dynamic sampling those that pass its filter."""
+    if filters_groups(run) and run.has("rl_config", "filter_groups_train_batch_size"):
+        return int(number(run.get("rl_config", "filter_groups_train_batch_size")))
+    return int(number(run.get("megatron_training", "global_batch_size")))
+
+
 def global_batch_size(value: Any, run: Conversion) -> Finding:
     """Prompts per iteration."""
-    run.set("train.batch_size", int(number(value)))
+    kept = prompts_per_step(run)
+    if kept != int(number(value)):
+        return Finding("mapped", f"a round samples the {kept} prompts that are trained on, not {value}")
+    run.set("train.batch_size", kept)
     return Finding("honoured", "train.batch_size, in prompts")
 
 
@@ -63,7 +79,7 @@ def mini_batch_size(value: Any, run: Conversion) -> Finding:
     if not run.has("megatron_training", "global_batch_size"):
         run.set("train.batch_size", size)
         return Finding("mapped", f"train.batch_size = {size}, {why}; no global_batch_size is given")
-    batch = int(number(run.get("megatron_training", "global_batch_size")))
+    batch = prompts_per_step(run)
     if size >= batch:
         more = "" if size == batch else f" (it cannot exceed the {batch} prompts of an iteration)"
         return Finding("mapped", f"one optimizer step per rollout{more}; {why}")
@@ -194,26 +210,6 @@ def clip_ratio(value: Any, run: Conversion) -> Finding:
     run.set("algorithm.clip_low", number(value))
     run.set("algorithm.clip_high", number(value))
     return Finding("honoured", "algorithm.clip_low and algorithm.clip_high")
-
-
-def clip_side(native_key: str) -> Rule:
-    """One side of DAPO's clip range."""
-
-    def rule(value: Any, run: Conversion) -> Finding:
-        if not is_dapo(run) or not run.get("rl_config", "clip_higher_enable"):
-            return Finding("no effect", "as upstream: only under ray_dapo with clip_higher_enable")
-        run.set(native_key, number(value))
-        return Finding("honoured", native_key)
-
-    return rule
-
-
-def token_level_loss(value: Any, run: Conversion) -> Finding:
-    """Mean over tokens, or over sequences first."""
-    if not is_dapo(run):
-        return Finding("no effect", "as upstream: ray_grpo always takes the mean over tokens")
-    run.set("algorithm.aggregation", "token_mean" if value else "sequence_mean")
-    return Finding("honoured", f"algorithm.aggregation {run.native['algorithm.aggregation']}")
 
 
 def rule_reward(value: Any, run: Conversion) -> Finding:

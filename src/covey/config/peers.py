@@ -52,12 +52,12 @@ def read_override_list(path: str | Path) -> Tree | None:
 
 def convert_peer(tree: Tree, dialect: Literal["verl", "trl"] | str) -> Conversion:
     """Judge every key of a verl or TRL configuration."""
-    run = Conversion({}, {})
+    run = Conversion({}, {}, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     run.places = {dotted(path): place for path, place in tree.places.items()}
     given = dict(_leaves(tree.data, "")) if dialect == "verl" else dict(tree.data)
     run.values = {dialect: given}
     if dialect == "verl":
-        judged = {key: value for key, value in given.items() if not key.startswith(tuple(IGNORED))}
+        judged = {k: v for k, v in given.items() if k in VERL or not k.startswith(tuple(IGNORED))}
         for key in given.keys() - judged.keys():
             why = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
             run.note(Finding("no effect", why), key, given[key])

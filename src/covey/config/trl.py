@@ -43,20 +43,56 @@ def _max_steps(value: Any, run: Conversion) -> Finding:
     return Finding("honoured", "train.steps; equal while one rollout is one optimizer step")
 
 
+_LOSSES = {  # loss_type -> loss, mean
+    "grpo": ("grpo", "sequence_mean"),
+    "bnpo": ("grpo", "token_mean"),
+    "dapo": ("grpo", "token_mean"),
+    "dr_grpo": ("grpo", "constant"),
+    "luspo": ("grpo", "sequence_sum"),
+    "cispo": ("cispo", "token_mean"),
+    "sapo": ("sapo", "sequence_mean"),
+    "vespo": ("vespo", "token_mean"),
+}
+
+
 def _loss(value: Any, run: Conversion) -> Finding:
-    means = {
-        "grpo": "sequence_mean",
-        "dapo": "token_mean",
-        "dr_grpo": "constant",
-        "luspo": "sequence_sum",
-        "sapo": "sequence_mean",
-    }
-    if value not in means:
-        return Finding("not supported", f"known: {', '.join(means)}", blocking=True)
-    loss = "sapo" if value == "sapo" else "grpo"
+    if value not in _LOSSES:
+        return Finding("not supported", f"known: {', '.join(_LOSSES)}", blocking=True)
+    loss, mean = _LOSSES[value]
     run.set("algorithm.loss", loss)
-    run.set("algorithm.aggregation", means[value])
-    return Finding("mapped", f"algorithm.loss {loss}, algorithm.aggregation {means[value]}")
+    run.set("algorithm.aggregation", mean)
+    return Finding("mapped", f"algorithm.loss {loss}, algorithm.aggregation {mean}")
+
+
+def _vespo(side: str) -> Rule:
+    def rule(value: Any, run: Conversion) -> Finding:
+        names = [f"vespo_k_{side}", f"vespo_lambda_{side}"]
+        pair = {**DEFAULT_VESPO, **{n: v for n, v in run.values["trl"].items() if n in names}}
+        run.set(f"algorithm.vespo_{side}", [number(pair[name]) for name in names])
+        return Finding("honoured", f"algorithm.vespo_{side}")
+
+    return rule
+
+
+def _correction(value: Any, run: Conversion) -> Finding:
+    modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    if not run.values["trl"].get("use_vllm") or run.values["trl"].get("vllm_importance_sampling_correction") is False:
+        return Finding("no effect", "belongs to use_vllm with vllm_importance_sampling_correction")
+    if value not in modes:
+        return Finding("not supported", f"known: {', '.join(modes)}", blocking=True)
+    run.set("algorithm.rollout_correction", value)
+    for name, native in (("clip_max", "rollout_ratio_high"), ("clip_min", "rollout_ratio_low")):
+        bound = run.values["trl"].get(f"vllm_importance_sampling_{name}", 3.0 if name == "clip_max" else None)
+        if bound is not None:
+            run.set(f"algorithm.{native}", number(bound))
+    return Finding("honoured", f"algorithm.rollout_correction {value}")
+
+
+def _objectives(value: Any, run: Conversion) -> Finding:
+    if value == "normalize_then_sum":
+        run.set("algorithm.advantage", "gdpo")
+        return Finding("honoured", "algorithm.advantage gdpo")
+    return Finding("honoured", "rewards are summed, then compared within the group")
 
 
 def _scale(value: Any, run: Conversion) -> Finding:
@@ -75,10 +111,20 @@ def _scale(value: Any, run: Conversion) -> Finding:
 
 
 def _clip(value: Any, run: Conversion) -> Finding:
+    if run.values["trl"].get("loss_type") == "cispo":
+        return Finding("no effect", "loss_type cispo reads epsilon_high alone")
     run.set("algorithm.clip_low", number(value))
     if run.values["trl"].get("epsilon_high") is None:
         run.set("algorithm.clip_high", number(value))
     return Finding("honoured", "algorithm.clip_low, and algorithm.clip_high without epsilon_high")
+
+
+def _clip_high(value: Any, run: Conversion) -> Finding:
+    if run.values["trl"].get("loss_type") != "cispo":
+        return real("algorithm.clip_high")(value, run)
+    run.set("algorithm.clip_low", 1.0)
+    run.set("algorithm.clip_high", number(value) - 1)
+    return Finding("mapped", "algorithm.clip_high = epsilon_high - 1: cispo gives the largest weight itself")
 
 
 def _beta(index: int) -> Rule:
@@ -94,6 +140,7 @@ def _beta(index: int) -> Rule:
     return rule
 
 
+DEFAULT_VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6, "use_bias_correction_kl": True,
     "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "beta": 0.0,
@@ -112,7 +159,7 @@ TRL: KeyMap = {
     "min_p": real("rollout.min_p"),
     "beta": real("algorithm.kl_coef"),
     "epsilon": _clip,
-    "epsilon_high": real("algorithm.clip_high"),
+    "epsilon_high": _clip_high,
     "num_iterations": whole("algorithm.epochs"),
     "loss_type": _loss,
     "scale_rewards": _scale,
@@ -153,6 +200,33 @@ TRL: KeyMap = {
     "importance_sampling_level": mapped(
         "algorithm.sequence_ratio", "one ratio a response, or one a token", convert=lambda v: v == "sequence"
     ),
+    "sapo_temperature_pos": real("algorithm.sapo_temperature_pos"),
+    "sapo_temperature_neg": real("algorithm.sapo_temperature_neg"),
+    "vespo_k_pos": _vespo("pos"),
+    "vespo_lambda_pos": _vespo("pos"),
+    "vespo_k_neg": _vespo("neg"),
+    "vespo_lambda_neg": _vespo("neg"),
+    "multi_objective_aggregation": _objectives,
+    "top_entropy_quantile": mapped(
+        "algorithm.top_entropy_share", "the share of tokens, counted within a micro-batch there", convert=number
+    ),
+    "off_policy_mask_threshold": real("algorithm.off_policy_max_kl"),
+    "vllm_importance_sampling_correction": no_effect("read with vllm_importance_sampling_mode"),
+    "vllm_importance_sampling_mode": _correction,
+    "vllm_importance_sampling_clip_max": no_effect("read with vllm_importance_sampling_mode"),
+    "vllm_importance_sampling_clip_min": no_effect("read with vllm_importance_sampling_mode"),
+    "repetition_penalty": unsupported("sampling follows the policy alone", off=(1.0, None)),
+    "use_adaptive_entropy": unsupported("algorithm.entropy_coef is fixed"),
+    "sync_ref_model": unsupported("the reference stays what it was"),
+    "cast_lm_head_to_fp32": built_in("logits are computed in fp32, chunk by chunk"),
+    "disable_dropout": built_in("there is no dropout"),
+    "vllm_mode": no_effect("settings of TRL's vLLM"),
+    "vllm_gpu_memory_utilization": no_effect("the native engine's cache is limited by rollout.kv_cache_bytes"),
+    "vllm_tensor_parallel_size": no_effect("rollout runs on the training weights, split as they are"),
+    "vllm_max_model_length": no_effect("the native engine's cache grows with the tokens there are"),
+    "vllm_enable_sleep_mode": no_effect("settings of TRL's vLLM"),
+    "ds3_gather_for_generation": no_effect("weights are gathered for the rollout"),
+    "num_completions_to_print": no_effect("every response is recorded (covey show)"),
     "delta": real("algorithm.dual_clip"),
     "entropy_coef": real("algorithm.entropy_coef"),
     "reward_weights": no_effect("weights stand beside the functions in reward.functions"),

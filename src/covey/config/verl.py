@@ -20,6 +20,7 @@ from covey.config.rules import (
 )
 
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
+_ADVANTAGES = {"grpo": "group_norm", "rloo": "rloo", "reinforce_plus_plus_baseline": "group_center_batch_norm"}
 _MEANS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -60,6 +61,57 @@ def _kl(value: Any, run: Conversion) -> Finding:
     return Finding("honoured", "algorithm.kl_coef")
 
 
+def _reward_kl(value: Any, run: Conversion) -> Finding:
+    if not value:
+        return Finding("no effect", "switched off")
+    if run.get("verl", "actor_rollout_ref.actor.use_kl_loss"):
+        return Finding("not supported", "the KL term is in the reward or in the loss, not in both", blocking=True)
+    run.set("algorithm.kl_in_reward", True)
+    run.set("algorithm.kl_coef", number(run.get("verl", "algorithm.kl_ctrl.kl_coef") or 0.001))
+    estimator = run.get("verl", "algorithm.kl_penalty") or "kl"
+    if estimator not in _ESTIMATORS:
+        return Finding("not supported", f"algorithm.kl_penalty: known: {', '.join(_ESTIMATORS)}", blocking=True)
+    run.set("algorithm.kl_estimator", _ESTIMATORS[estimator])
+    if run.get("verl", "algorithm.kl_ctrl.type") == "adaptive":
+        run.set("algorithm.kl_target", number(run.get("verl", "algorithm.kl_ctrl.target_kl") or 0.1))
+        run.set("algorithm.kl_horizon", int(number(run.get("verl", "algorithm.kl_ctrl.horizon") or 10000)))
+    return Finding("honoured", "algorithm.kl_in_reward; the response's reward, not each token's")
+
+
+def _filter(value: Any, run: Conversion) -> Finding:
+    if not value:
+        return Finding("no effect", "switched off")
+    limit = int(number(run.get("verl", "algorithm.filter_groups.max_num_gen_batches") or 0))
+    run.set("algorithm.max_rounds", limit if limit > 0 else 10)
+    if limit > 0:
+        return Finding("honoured", f"algorithm.max_rounds = {limit}; then groups without spread fill the step")
+    return Finding("mapped", "algorithm.max_rounds = 10, then groups without spread fill the step", differs=True)
+
+
+def _overlong(prefix: str) -> Rule:
+    def rule(value: Any, run: Conversion) -> Finding:
+        length = run.get("verl", f"{prefix}len")
+        if not value:
+            return Finding("no effect", "switched off")
+        if length is None:
+            return Finding("not supported", f"{prefix}len is not given", blocking=True)
+        run.set("algorithm.overlong_buffer", int(number(length)))
+        run.set("algorithm.overlong_penalty", number(run.get("verl", f"{prefix}penalty_factor") or 1.0))
+        return Finding("honoured", "algorithm.overlong_buffer and algorithm.overlong_penalty")
+
+    return rule
+
+
+def _correction(value: Any, run: Conversion) -> Finding:
+    if value in (None, "null"):
+        return Finding("no effect", "switched off")
+    if value not in ("token", "sequence"):
+        return Finding("not supported", "known: token, sequence", blocking=True)
+    run.set("algorithm.rollout_correction", f"{value}_truncate")
+    run.set("algorithm.rollout_ratio_high", number(run.get("verl", f"{_CORRECTION}rollout_is_threshold") or 2.0))
+    return Finding("honoured", f"algorithm.rollout_correction {value}_truncate")
+
+
 def _clip(value: Any, run: Conversion) -> Finding:
     for side in ("low", "high"):
         if run.get("verl", f"actor_rollout_ref.actor.clip_ratio_{side}") is None:
@@ -76,6 +128,8 @@ def _mini(value: Any, run: Conversion) -> Finding:
 
 
 def _std(value: Any, run: Conversion) -> Finding:
+    if run.get("verl", "algorithm.adv_estimator") not in (None, "grpo"):
+        return Finding("no effect", "read with adv_estimator grpo")
     run.set("algorithm.advantage", "group_norm" if value else "group_center")
     return Finding("honoured", f"algorithm.advantage {run.native['algorithm.advantage']}")
 
@@ -97,6 +151,8 @@ def _steps(value: Any, run: Conversion) -> Finding:
 
 _MICRO = no_effect("micro-batches are cut by tokens (train.max_tokens_per_micro_batch)")
 _ENGINE = no_effect("a setting of verl's engines; rollout.engine native does not need it")
+_CORRECTION = "algorithm.rollout_correction."
+_OVERLONG = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.")
 _A = "actor_rollout_ref.actor."
 _R = "actor_rollout_ref.rollout."
 IGNORED = {
@@ -159,6 +215,7 @@ VERL: KeyMap = {
     f"{_A}entropy_coeff": real("algorithm.entropy_coef"),
     f"{_A}loss_agg_mode": _choice("algorithm.aggregation", _MEANS),
     f"{_A}ppo_epochs": whole("algorithm.epochs"),
+    f"{_A}ulysses_sequence_parallel_size": no_effect("sequences are not split; one must fit on a device"),
     f"{_A}shuffle": no_effect("the order of prompts is drawn anew every epoch"),
     f"{_R}name": no_effect("rollout.engine native; with the extra `vllm`: --set rollout.engine=vllm"),
     f"{_R}n": whole("rollout.num_samples"),
@@ -179,16 +236,26 @@ VERL: KeyMap = {
             "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "layered_summon",
         )
     },
-    "algorithm.adv_estimator": lambda value, run: (
-        Finding("honoured", "algorithm.advantage group_norm")
-        if value == "grpo"
-        else Finding("not supported", "known: grpo", blocking=True)
-    ),
+    "algorithm.adv_estimator": _choice("algorithm.advantage", _ADVANTAGES),
     "algorithm.norm_adv_by_std_in_grpo": _std,
-    "algorithm.use_kl_in_reward": unsupported("the KL term is part of the loss"),
+    "algorithm.use_kl_in_reward": _reward_kl,
+    "algorithm.kl_penalty": no_effect("read with use_kl_in_reward"),
+    **{f"algorithm.kl_ctrl.{k}": no_effect("read with use_kl_in_reward") for k in ("type", "horizon", "target_kl")},
+    "algorithm.filter_groups.enable": _filter,
+    "algorithm.filter_groups.metric": no_effect("groups must differ in their total reward"),
+    "algorithm.filter_groups.max_num_gen_batches": no_effect("read with algorithm.filter_groups.enable"),
+    f"{_CORRECTION}rollout_is": _correction,
+    f"{_CORRECTION}rollout_is_threshold": no_effect("read with rollout_is"),
+    f"{_CORRECTION}rollout_rs": unsupported("masks of another kind: see algorithm.rollout_correction", off=(None,)),
+    **{f"{prefix}enable": _overlong(prefix) for prefix in _OVERLONG},
+    **{
+        f"{prefix}{key}": no_effect("read with overlong_buffer's enable")
+        for prefix in _OVERLONG
+        for key in ("len", "penalty_factor", "log")
+    },
     "algorithm.gamma": no_effect("GRPO has no returns to discount"),
     "algorithm.lam": no_effect("GRPO has no returns to weigh"),
-    "algorithm.kl_ctrl.kl_coef": no_effect("belongs to use_kl_in_reward"),
+    "algorithm.kl_ctrl.kl_coef": no_effect("read with use_kl_in_reward"),
     "custom_reward_function.path": built_in("reward.functions"),
     "custom_reward_function.name": built_in("reward.functions"),
     "trainer.total_training_steps": whole("train.steps"),
