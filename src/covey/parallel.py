@@ -69,12 +69,18 @@ class ParallelModel:
         """How tensor parallelism cut the parameters, by name."""
         return {} if self._tp is None else self._tp.cuts
 
-    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of a micro-batch's response tokens, both (n,) fp32, differentiable."""
+    def forward(self, batch: PackedBatch, *, as_sampled: bool = False) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies) of a micro-batch's response tokens, both (n,) fp32, differentiable.
+
+        as_sampled: renormalised over the tokens that the sampler's filters kept.
+        """
+        if as_sampled and self._tp is not None:
+            raise ValueError("algorithm.sampling_consistent needs whole logits: set parallel.tp to 1")
         if self._tp is not None and self._tp.sequence:
             batch = pad_batch(batch, self._tp.size)
         plan = PackedPlan(batch.segments, self._device)
-        return self._scoring(batch.input_ids, batch.position_ids, plan, batch.target_rows, batch.target_ids)
+        num_kept = batch.num_kept if as_sampled else None
+        return self._scoring(batch.input_ids, batch.position_ids, plan, batch.target_rows, batch.target_ids, num_kept)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the loss's gradient; it is summed over data-parallel ranks once, with the `last` micro-batch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,12 +55,17 @@ class Policy:
         mesh: Mesh | None = None,
         compute_dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
+        sampling_consistent: bool = False,
     ) -> None:
-        """mesh: the ranks that share the model, which is then cut and sharded in place (parallel.py)."""
+        """mesh: the ranks that share the model, which is then cut and sharded in place (parallel.py).
+
+        sampling_consistent: log-probabilities are of the distribution that the sampler's filters left.
+        """
         self.model = model
         self.device = device
         self.temperature = temperature
         self.limits = limits
+        self.sampling_consistent = sampling_consistent
         self.optimizer_steps = 0
         self.kl_coef: float | None = None  # as kl_target has steered it; None: the configured one
         self.mesh = mesh or Mesh()
@@ -72,7 +78,7 @@ class Policy:
             compute_dtype=compute_dtype,
             sequence_parallel=sequence_parallel,
         )
-        self.forward = self.parallel.forward
+        self.forward = partial(self.parallel.forward, as_sampled=sampling_consistent)
         self.gathered = self.parallel.gathered
         self.weights = self.parallel.weights
         self.export = self.parallel.export

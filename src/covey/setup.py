@@ -47,7 +47,13 @@ class Parts:
 
 
 def load_parts(
-    model: ModelConfig, train: TrainConfig, parallel: ParallelConfig | None = None, *, kind: str, temperature: float
+    model: ModelConfig,
+    train: TrainConfig,
+    parallel: ParallelConfig | None = None,
+    *,
+    kind: str,
+    temperature: float,
+    sampling_consistent: bool = False,
 ) -> Parts:
     """Device, tokenizer and model, checked against each other and shared by the ranks of `parallel`."""
     disable_progress_bar()  # transformers' own, for files that load in a moment
@@ -80,6 +86,7 @@ def load_parts(
         mesh=mesh,
         compute_dtype=device.dtype,
         sequence_parallel=parallel.sequence_parallel,
+        sampling_consistent=sampling_consistent,
     )
     return Parts(device, tokenizer, policy, mesh)
 
@@ -115,6 +122,7 @@ def load_reference(config: Config, parts: Parts) -> Policy:
         mesh=parts.mesh,
         compute_dtype=parts.device.dtype,
         sequence_parallel=config.parallel.sequence_parallel,
+        sampling_consistent=policy.sampling_consistent,
     )
 
 

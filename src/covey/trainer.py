@@ -87,7 +87,12 @@ class Run:
         preflight.check_name("algorithm.advantage", config.algorithm.advantage, ADVANTAGE_NAMES)
         self.scorer = Scorer(config.reward, max_response_length=config.rollout.max_response_length)
         self.parts: Parts = load_parts(
-            config.model, config.train, config.parallel, kind=config.device, temperature=config.rollout.temperature
+            config.model,
+            config.train,
+            config.parallel,
+            kind=config.device,
+            temperature=config.rollout.temperature,
+            sampling_consistent=config.algorithm.sampling_consistent,
         )
         self.mesh = self.parts.mesh
         self.policy = self.parts.policy

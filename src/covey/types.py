@@ -99,6 +99,7 @@ class PackedBatch:
     response_index: Tensor  # (n,) int64, 0..num_responses-1 within this micro-batch
     response_ids: list[int]  # for each of them, p * G + g in the step
     num_tokens: int  # T
+    num_kept: Tensor | None = None  # (n,) int64, tokens that the sampler's filters kept; None: no filter was on
 
 
 @dataclass

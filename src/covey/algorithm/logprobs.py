@@ -5,6 +5,9 @@ backward pass recomputes each chunk, but for the last one, whose probabilities a
 chunks, whatever tokens x vocabulary. Gradients, with z the logits divided by the temperature, p = softmax(z), H the
 entropy:
     d logp_y / d z = onehot(y) - p          d H / d z_j = -p_j (log p_j + H)
+
+`num_kept` restricts both to the likeliest tokens, as a sampler with top-k, top-p or min-p did: the softmax is over the
+num_kept largest logits of the row, and always over the target.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     rows_per_chunk: int,
     add_to_grad: bool = False,
+    num_kept: Tensor | None = None,  # (n,) int64; None: the whole vocabulary
 ) -> tuple[Tensor, Tensor]:
     """(log p(target), entropy) in nats, both (n,) fp32, of softmax(hidden @ weight.T / temperature).
 
@@ -40,7 +44,7 @@ def logprobs_and_entropy(
     num_chunks = max(1, -(-len(targets) // rows_per_chunk))
     rows = max(1, -(-len(targets) // num_chunks))
     scale = 1.0 / temperature
-    return _ChunkedHead.apply(hidden, weight, targets, scale, rows, add_to_grad)  # type: ignore[return-value]
+    return _ChunkedHead.apply(hidden, weight, targets, scale, rows, add_to_grad, num_kept)  # type: ignore[return-value]
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: float, buffer: Tensor) -> Tensor:
@@ -53,10 +57,28 @@ def _logits(hidden: Tensor, weight: Tensor, scale: float, buffer: Tensor) -> Ten
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
+def _drop_filtered(logits: Tensor, targets: Tensor, num_kept: Tensor) -> Tensor:
+    """Give all but the kept tokens a logit whose probability is 0; the target is always kept."""
+    largest = logits.topk(min(int(num_kept.max()), logits.shape[1]), dim=-1).values
+    threshold = largest.gather(1, (num_kept - 1).clamp(max=largest.shape[1] - 1)[:, None])
+    dropped = (logits < threshold).scatter_(1, targets[:, None], False)
+    return logits.masked_fill_(dropped, _NEVER)
+
+
+_NEVER = -1e30  # finite, so that probability x log-probability is 0 and not NaN
+
+
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, rows: int, add_to_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        rows: int,
+        add_to_grad: bool,
+        num_kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
         logprobs, entropy, log_normalizer = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
@@ -64,6 +86,8 @@ class _ChunkedHead(torch.autograd.Function):
         for i in range(0, n, rows):
             chunk = slice(i, i + rows)
             logits = _logits(hidden[chunk], weight, scale, buffer)
+            if num_kept is not None:
+                _drop_filtered(logits, targets[chunk], num_kept[chunk])
             largest = logits.amax(-1, keepdim=True)
             logits.sub_(largest)
             p = torch.exp(logits, out=probabilities[: len(logits)])
@@ -73,7 +97,7 @@ class _ChunkedHead(torch.autograd.Function):
             log_normalizer[chunk] = (largest + log_total).squeeze(1)
             p.div_(total)
             entropy[chunk] = log_total.squeeze(1) - logits.mul_(p).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy, num_kept)
         ctx.scale, ctx.rows, ctx.add_to_grad = scale, rows, add_to_grad
         ctx.last = probabilities if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)  # an unused entropy then costs nothing in backward
@@ -82,7 +106,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
+        hidden, weight, targets, log_normalizer, entropy, num_kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -99,7 +123,10 @@ class _ChunkedHead(torch.autograd.Function):
             if i == starts[-1] and grad_entropy is None:
                 p = buffer[: len(targets[chunk])]
             else:
-                p = _logits(hidden[chunk], weight, ctx.scale, buffer).sub_(log_normalizer[chunk, None])
+                p = _logits(hidden[chunk], weight, ctx.scale, buffer)
+                if num_kept is not None:
+                    _drop_filtered(p, targets[chunk], num_kept[chunk])
+                p.sub_(log_normalizer[chunk, None])
                 if grad_entropy is None:
                     p.exp_()
             grad = _grad_logits(p, targets[chunk], entropy[chunk], grad_logprobs, grad_entropy, chunk)
@@ -112,7 +139,8 @@ class _ChunkedHead(torch.autograd.Function):
                     grad_weight.add_(torch.mm(grad.t(), hidden[chunk]))
         if ctx.add_to_grad and grad_weight is not None:
             weight.grad, grad_weight = grad_weight, None
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _grad_logits(

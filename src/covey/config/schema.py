@@ -265,6 +265,9 @@ class AlgorithmConfig(Section):
     """Lower bound of that weight; null: none."""
     off_policy_max_kl: NonNegative | None = None
     """Leave out responses with negative advantage whose mean rollout - current logprob is over this; null: none."""
+    sampling_consistent: bool = False
+    """Renormalise training logprobs over the tokens that top_k, top_p and min_p kept, so that they are comparable with
+    the rollout's; else they are of the whole vocabulary."""
     mask_truncated: bool = False
     """Leave responses that hit max_response_length out of the loss (their reward still counts in the group)."""
     overlong_buffer: NonNegativeInt = 0

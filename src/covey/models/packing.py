@@ -151,6 +151,7 @@ def _build(groups: Sequence[Group], rows: list[_Row], offsets: list[list[int]], 
     token_index: list[int] = []
     response_index: list[int] = []
     response_ids: list[int] = []
+    num_kept: list[int] = []
     samples_before = [0]
     for group in groups:
         samples_before.append(samples_before[-1] + len(group.responses))
@@ -176,6 +177,7 @@ def _build(groups: Sequence[Group], rows: list[_Row], offsets: list[list[int]], 
             token_index += range(first, first + len(ids))
             response_index += [len(response_ids)] * len(ids)
             response_ids.append(samples_before[row.group] + sample)
+            num_kept += group.responses[sample].num_kept or []
 
     def tensor(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
@@ -190,4 +192,5 @@ def _build(groups: Sequence[Group], rows: list[_Row], offsets: list[list[int]], 
         response_index=tensor(response_index),
         response_ids=response_ids,
         num_tokens=len(input_ids),
+        num_kept=tensor(num_kept) if num_kept and len(num_kept) == len(target_ids) else None,
     )

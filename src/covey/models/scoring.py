@@ -46,6 +46,7 @@ class ScoringModel(nn.Module):
         plan: AttentionPlan,
         target_rows: Tensor,  # (n,)
         target_ids: Tensor,  # (n,)
+        num_kept: Tensor | None = None,  # (n,), see logprobs_and_entropy; only with a whole head
     ) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of the targets, both (n,) fp32, differentiable."""
         hidden = self.model.base_model(
@@ -63,6 +64,7 @@ class ScoringModel(nn.Module):
             temperature=self.temperature,
             rows_per_chunk=rows,
             add_to_grad=self._adds_in_place(weight),
+            num_kept=num_kept,
         )
 
     def _inputs(self, input_ids: Tensor) -> dict[str, Tensor]:

@@ -38,14 +38,39 @@ def test_equals_log_softmax(
             )
         else:
             lp, entropy = _reference(hidden, weight, targets, temperature)
-        total = (lp * a).sum() if use_logprobs else 0.0
-        total = total + (entropy * b).sum() if use_entropy else total
-        total.backward()
+        terms = [(lp * a).sum()] if use_logprobs else []
+        terms += [(entropy * b).sum()] if use_entropy else []
+        torch.stack(terms).sum().backward()
         assert hidden.grad is not None
         assert weight.grad is not None
         results.append((lp.detach().float(), entropy.detach().float(), hidden.grad, weight.grad))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("use_entropy", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 11])
+def test_the_kept_set_is_renormalised(rows: int, use_entropy: bool) -> None:
+    """Against a loop: sort, keep the first num_kept (and the target), softmax over those alone."""
+    hidden, weight, targets = _inputs()
+    num_kept = torch.tensor([1, 2, 3, 13, 5, 1, 7, 12, 4, 6, 2])
+    logits = (hidden.double() @ weight.double().t()) / 0.8
+    expected_lp, expected_entropy = [], []
+    for row, k, target in zip(logits, num_kept, targets, strict=True):
+        kept = sorted({*row.argsort(descending=True)[:k].tolist(), int(target)})
+        logp = row[kept].log_softmax(-1)
+        expected_lp.append(logp[kept.index(int(target))])
+        expected_entropy.append(-(logp.exp() * logp).sum())
+    a, b = torch.randn(11), torch.randn(11) * use_entropy
+    (torch.stack(expected_lp) @ a.double() + torch.stack(expected_entropy) @ b.double()).backward()
+    expected = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    lp, entropy = logprobs_and_entropy(hidden, weight, targets, temperature=0.8, rows_per_chunk=rows, num_kept=num_kept)
+    torch.testing.assert_close(lp.double(), torch.stack(expected_lp), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), torch.stack(expected_entropy), atol=2e-6, rtol=1e-5)
+    ((lp @ a) + (entropy @ b if use_entropy else 0.0)).backward()
+    torch.testing.assert_close(hidden.grad, expected[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(weight.grad, expected[1], atol=1e-5, rtol=1e-4)
 
 
 def test_gradients_add_up_over_calls_in_place() -> None:
