@@ -72,11 +72,19 @@ def together(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_two_ranks_end_in_the_weights_of_one(material: Path, alone: Path, together: Path) -> None:
-    expected = _weights(alone)
+@pytest.fixture(scope="module")
+def cut(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("cut") / "run"
+    run(4, _train, material, output, {"parallel": {"tp": 2, "sequence_parallel": True}})
+    return output
+
+
+@pytest.mark.parametrize("layout", ["together", "cut"])
+def test_several_ranks_end_in_the_weights_of_one(alone: Path, layout: str, request: pytest.FixtureRequest) -> None:
+    expected, output = _weights(alone), request.getfixturevalue(layout)
     assert any(line.get("actor/grad_norm", 0.0) > 0.01 for line in _metrics(alone))
-    assert cases.relative(_weights(together), expected) < 1e-5
-    for line, wanted in zip(_metrics(together), _metrics(alone), strict=True):
+    assert cases.relative(_weights(output), expected) < 1e-5
+    for line, wanted in zip(_metrics(output), _metrics(alone), strict=True):
         assert line == pytest.approx(wanted, rel=1e-3, abs=2e-5)
 
 
@@ -86,11 +94,11 @@ def test_only_the_first_rank_writes_and_every_step_has_its_records(together: Pat
     assert len((together / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def _resume(material: Path, source: Path, output: Path, world: int) -> None:
+def _resume(material: Path, source: Path, output: Path, world: int, layout: dict[str, int] | None = None) -> None:
     name = "step-000001"
     shutil.copytree(source / "checkpoints" / name, output / "checkpoints" / name)
     shutil.copy(source / "metrics.jsonl", output / "metrics.jsonl")
-    run(world, _train, material, output, {}, True)
+    run(world, _train, material, output, {"parallel": layout or {}}, True)
 
 
 def test_the_same_world_resumes_bit_for_bit(material: Path, together: Path, tmp_path: Path) -> None:
@@ -100,12 +108,15 @@ def test_the_same_world_resumes_bit_for_bit(material: Path, together: Path, tmp_
     assert _metrics(tmp_path / "run") == _metrics(together)
 
 
-@pytest.mark.parametrize(("source", "world"), [("together", 1), ("alone", 2), ("together", 3)])
-def test_another_world_resumes_to_the_same_weights(
-    material: Path, request: pytest.FixtureRequest, tmp_path: Path, source: str, world: int
+@pytest.mark.parametrize(
+    ("source", "world", "layout"),
+    [("together", 1, {}), ("alone", 2, {}), ("together", 2, {"tp": 2}), ("cut", 1, {}), ("cut", 3, {})],
+)
+def test_another_layout_resumes_to_the_same_weights(
+    material: Path, request: pytest.FixtureRequest, tmp_path: Path, source: str, world: int, layout: dict[str, int]
 ) -> None:
     start: Path = request.getfixturevalue(source)
-    _resume(material, start, tmp_path / "run", world)
+    _resume(material, start, tmp_path / "run", world, layout)
     assert cases.relative(_weights(tmp_path / "run"), _weights(start)) < 1e-5
 
 
