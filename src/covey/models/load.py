@@ -11,14 +11,23 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from covey.config.mindspeed_model import checkpoint_kind
 from covey.models.attention import ATTENTION, PackedPlan
 from covey.types import Segment
 
@@ -43,14 +52,29 @@ def load_model(
     return model
 
 
+def load_skeleton(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model at `path` without its weights, on the meta device, from config.json; ValueError as load_model.
+
+    Not checked, because it needs weights: the self-test of a family that is not in FAMILIES.
+    """
+    _require_checkpoint(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _refuse_unsupported(config, path)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"model.path: cannot build {path!r}: {_first_line(error)}") from error
+    _refuse_head_bias(model, path)
+    with suppress(OSError):  # a model without generation_config.json
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
 def prepare_model(model: PreTrainedModel, path: str = "the model") -> None:
     """Switch a loaded model to the packed attention, after the checks that it can run there."""
     _refuse_unsupported(model.config, path)
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise ValueError(
-            f"model.path: {path}: its output head has a bias, which the chunked log-probabilities do not add"
-        )
+    _refuse_head_bias(model, path)
     if model.config.model_type not in FAMILIES:
         _self_test(model, path)
     model.set_attn_implementation(ATTENTION)
@@ -139,7 +163,7 @@ def _require_checkpoint(path: str) -> None:
     """A local-looking path must exist and be a Hugging Face directory."""
     local = Path(path)
     if local.is_dir():
-        if (local / "latest_checkpointed_iteration.txt").exists():
+        if checkpoint_kind(local) == "megatron":
             raise ValueError(
                 f"model.path: {path!r} is a Megatron-core checkpoint; point model.path at the Hugging Face directory it "
                 "was made from (config.json and *.safetensors), Covey needs no conversion"
@@ -158,6 +182,13 @@ def _require_checkpoint(path: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _refuse_head_bias(model: Any, path: str) -> None:
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(
+            f"model.path: {path}: its output head has a bias, which the chunked log-probabilities do not add"
+        )
 
 
 def _refuse_unsupported(config: Any, path: str) -> None:
