@@ -52,7 +52,7 @@ _MULTIMODAL = unsupported("multimodal models are not trained", blocking=True)
 _SHARED = no_effect("all models share the actor's devices")
 _MICRO = no_effect("one token budget, train.max_tokens_per_micro_batch, for all passes")
 _OLD = no_effect("placement and chunk sizes of the schema before mid 2025")
-_ENGINE = no_effect("a setting of upstream's engine; rollout.engine native does not need it")
+_ENGINE = no_effect("a setting of upstream's engine; the native one does not need it")
 
 
 def _num_npus(value: Any, run: Conversion) -> Finding:

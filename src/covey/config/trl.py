@@ -191,7 +191,7 @@ TRL: KeyMap = {
     "gradient_checkpointing": honour("model.gradient_checkpointing"),
     "bf16": mapped("model.dtype", "bfloat16, on cpu float32", convert=lambda v: "auto" if v else "float32"),
     "chat_template_kwargs": honour("data.chat_template_options"),
-    "use_vllm": no_effect("rollout.engine native; with the extra `vllm`: --set rollout.engine=vllm"),
+    "use_vllm": no_effect("the native engine samples, on the training weights"),
     "report_to": no_effect("set logging.tensorboard, logging.wandb_project or logging.swanlab_project"),
     "logging_steps": no_effect("every step is logged"),
     "log_completions": built_in("every response is recorded (covey show)"),

@@ -150,7 +150,7 @@ def _steps(value: Any, run: Conversion) -> Finding:
 
 
 _MICRO = no_effect("micro-batches are cut by tokens (train.max_tokens_per_micro_batch)")
-_ENGINE = no_effect("a setting of verl's engines; rollout.engine native does not need it")
+_ENGINE = no_effect("a setting of verl's engines; the native one does not need it")
 _CORRECTION = "algorithm.rollout_correction."
 _OVERLONG = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.")
 _A = "actor_rollout_ref.actor."
@@ -217,7 +217,7 @@ VERL: KeyMap = {
     f"{_A}ppo_epochs": whole("algorithm.epochs"),
     f"{_A}ulysses_sequence_parallel_size": no_effect("sequences are not split; one must fit on a device"),
     f"{_A}shuffle": no_effect("the order of prompts is drawn anew every epoch"),
-    f"{_R}name": no_effect("rollout.engine native; with the extra `vllm`: --set rollout.engine=vllm"),
+    f"{_R}name": no_effect("the native engine samples, on the training weights"),
     f"{_R}n": whole("rollout.num_samples"),
     f"{_R}temperature": real("rollout.temperature"),
     f"{_R}top_p": real("rollout.top_p"),
