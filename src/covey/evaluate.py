@@ -19,7 +19,7 @@ from covey.distributed.mesh import Mesh
 from covey.rewards.runner import Scorer, Scores
 from covey.rollout.engine import RolloutEngine, Sampling
 from covey.rollout.shared import gather_scores
-from covey.setup import load_parts, load_prompts, make_engine
+from covey.setup import check_tasks, load_parts, load_prompts, make_engine, make_scorer
 from covey.types import Group, Prompt
 
 
@@ -56,17 +56,28 @@ def run(loaded: LoadedConfig[Config], *, model: str | None = None) -> dict[str, 
     config = loaded.config
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
-    with closing(Scorer(config.reward, max_response_length=config.rollout.max_response_length)) as scorer:
-        parts = load_parts(config.model, config.train, kind=config.device, temperature=config.rollout.temperature)
+    parts = load_parts(config.model, config.train, kind=config.device, temperature=config.rollout.temperature)
+    with closing(make_scorer(config, parts)) as scorer:
         prompts = load_prompts(config, parts.tokenizer)
         if prompts.eval is None:
             raise ValueError(
                 f"{loaded.source}: no held-out rows to evaluate on; set data.eval, or data.eval_rows above 0"
             )
+        check_tasks(scorer, prompts, config.reward.task_key)
+        scorer.ready()
         engine = make_engine(config, parts, prompts)
         values, _, _ = evaluate(engine, scorer, list(prompts.eval), config)
     sys.stderr.write("  ".join(f"{name} {value:.4g}" for name, value in values.items()) + "\n")
     return values
+
+
+def passes(scores: Scores, *, threshold: float, pass_on: str | None) -> np.ndarray:
+    """(P, G) bool: which responses pass; an unscored one does not."""
+    judged = scores.total if pass_on is None else (scores.parts | scores.details).get(pass_on)
+    if judged is None:
+        known = ", ".join(sorted(scores.parts | scores.details))
+        raise ValueError(f"evaluation.pass_on: {pass_on!r} is neither a reward nor a part of one; known: {known}")
+    return np.nan_to_num(judged, nan=-math.inf) >= threshold - 1e-9
 
 
 def summarize_evaluation(
@@ -78,11 +89,7 @@ def summarize_evaluation(
     """
     if not groups:
         return {}
-    judged = scores.total if pass_on is None else (scores.parts | scores.details).get(pass_on)
-    if judged is None:
-        known = ", ".join(sorted(scores.parts | scores.details))
-        raise ValueError(f"evaluation.pass_on: {pass_on!r} is neither a reward nor a part of one; known: {known}")
-    passed = (np.nan_to_num(judged, nan=-math.inf) >= threshold - 1e-9).sum(axis=1)
+    passed = passes(scores, threshold=threshold, pass_on=pass_on).sum(axis=1)
     num_samples = scores.total.shape[1]
     lengths = [len(r.token_ids) for group in groups for r in group.responses]
     truncated = [r.finish_reason == "length" for group in groups for r in group.responses]
@@ -91,9 +98,14 @@ def summarize_evaluation(
     }
     if not np.isnan(scores.total).all():
         values["eval/reward"] = float(np.nanmean(scores.total))
-    for name, part in scores.parts.items():
-        if not np.isnan(part).all():
-            values[f"eval/{name}_rewards/mean"] = float(np.nanmean(part))
+    reported = {name: value for name, value in scores.summary().items() if name.endswith(("/mean", "/reward"))}
+    values |= {f"eval/{name}": value for name, value in reported.items()}
+    if len(set(scores.tasks)) > 1:
+        for task in dict.fromkeys(scores.tasks):
+            of_task = [
+                pass_at_k(num_samples, int(c), 1) for c, t in zip(passed, scores.tasks, strict=True) if t == task
+            ]
+            values[f"eval/task/{task}/pass@1"] = float(np.mean(of_task))
     values["eval/response_length/mean"] = float(np.mean(lengths))
     values["eval/truncated_share"] = float(np.mean(truncated))
     return values

@@ -57,6 +57,14 @@ METRICS: dict[str, Metric] = {
     "grpo/score/max": Metric("reward", "Highest total reward."),
     "grpo/score/min": Metric("reward", "Lowest total reward."),
     "{reward}_rewards/mean": Metric("score", "Mean score of one reward function, before its weight, where it scored."),
+    "{reward}_rewards/std": Metric("score", "Standard deviation of one reward function's scores over the responses."),
+    "{reward}_rewards/none": Metric("count", "Responses to which one reward function does not apply."),
+    "{reward}_rewards/errors": Metric("count", "Responses on which one reward function raised."),
+    "{reward}_rewards/timeouts": Metric("count", "Responses on which one reward function ran out of time."),
+    "{reward}_rewards/{part}": Metric("score", "Mean of a named part of one reward function's score."),
+    "task/{task}/reward": Metric("reward", "Mean total reward over the scored responses of one task."),
+    "task/{task}/std": Metric("reward", "Standard deviation of the total reward over the responses of one task."),
+    "task/{task}/unscored_share": Metric("share", "Responses of one task without a reward."),
     "reward/none_share": Metric("share", "Responses that no reward function scored; their advantage is 0."),
     "reward/errors": Metric("count", "Responses that a reward function left unscored because it raised."),
     "reward/timeouts": Metric("count", "Responses that a reward function left unscored because its time ran out."),
@@ -109,6 +117,8 @@ METRICS: dict[str, Metric] = {
     "eval/reward": Metric("reward", "Mean total reward on held-out rows."),
     "eval/pass@{k}": Metric("share", "Unbiased estimate that one of k responses reaches evaluation.pass_threshold."),
     "eval/{reward}_rewards/mean": Metric("score", "Mean score of one reward function on held-out rows."),
+    "eval/task/{task}/reward": Metric("reward", "Mean total reward on held-out rows of one task."),
+    "eval/task/{task}/pass@1": Metric("share", "pass@1 on held-out rows of one task."),
     "eval/response_length/mean": Metric("tokens", "Mean response length on held-out rows."),
     "eval/truncated_share": Metric("share", "Held-out responses that ended at the length limit."),
     "sft/loss": Metric("nats", "Cross-entropy per response token of the demonstrations."),
@@ -208,9 +218,12 @@ def _rate(name: str, amount: float, seconds: float) -> dict[str, float]:
     return {name: amount / seconds} if seconds > 0 else {}
 
 
+_PLACEHOLDERS = {"{k}": r"\d+", "{reward}": ".+", "{part}": ".+", "{task}": ".+"}
+
+
 def _pattern(name: str) -> re.Pattern[str]:
     parts = re.split(r"(\{\w+\})", name)
-    return re.compile("".join({"{k}": r"\d+", "{reward}": ".+"}.get(part, re.escape(part)) for part in parts))
+    return re.compile("".join(_PLACEHOLDERS.get(part, re.escape(part)) for part in parts))
 
 
 _PATTERNS = [(_pattern(name), metric) for name, metric in METRICS.items() if "{" in name]

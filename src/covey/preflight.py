@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ def facts(
     num_eval: int,
     dropped: Mapping[str, int],
     stop_tokens: Mapping[int, str],
+    rewards: Sequence[Mapping[str, str]],
 ) -> dict[str, dict[str, str]]:
     """What was chosen and what a step amounts to: title -> line -> text; printed at start and kept in run.json."""
     train, rollout, algorithm = config.train, config.rollout, config.algorithm
@@ -85,9 +86,8 @@ def facts(
     longest = config.data.max_prompt_length + rollout.num_samples * (rollout.max_response_length - 1)
     parameters = sum(p.numel() for p in model.parameters())
     drops = "".join(f", {count} dropped ({reason})" for reason, count in dropped.items() if count)
-    rewards = ", ".join(f"{e.name} x {e.weight:g}" for e in config.reward.functions)
     return {
-        "Device": device | {"engine": rollout.engine},
+        "Device": device | {"engine": "native"},
         "Model": {
             "path": config.model.path,
             "architecture": f"{model.config.model_type}, {parameters / 1e6:,.1f}M parameters, "
@@ -101,8 +101,8 @@ def facts(
             "prompts": f"{num_prompts:,}{drops}",
             "held out": f"{num_eval:,}",
             "epochs": f"{train.steps * train.batch_size / num_prompts:.2f} over {train.steps} steps",
-            "rewards": rewards or "by task",
         },
+        "Rewards": {row["reward"]: _describe_reward(row) for row in rewards} or {"none": "every response is unscored"},
         "Each step": {
             "preset": describe_preset(algorithm.preset, algorithm.model_dump()),
             "responses": f"{train.batch_size} prompts x G {rollout.num_samples} = {num_responses}",
@@ -116,6 +116,11 @@ def facts(
             else "not needed: one optimizer step per rollout, the ratio is 1",
         },
     }
+
+
+def _describe_reward(row: Mapping[str, str]) -> str:
+    notes = [f"tasks: {row['tasks']}", row["form"], f"at most {row['time limit']}", row["sandbox"]]
+    return f"{row['function']} x {row['weight']} ({'; '.join(note for note in notes if note)})"
 
 
 def print_facts(facts: Mapping[str, Mapping[str, str]], console: Console | None = None) -> None:

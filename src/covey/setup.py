@@ -14,15 +14,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from covey import device as devices
 from covey.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from covey.data.prompts import PromptSet, build_prompts, split_prompts
-from covey.data.rows import load_rows
+from covey.data import load as prompt_data
+from covey.data.prompts import PromptSet, count_shared, split_prompts
 from covey.distributed import mesh as meshes
 from covey.distributed.mesh import Mesh
 from covey.models.load import check_vocabulary, load_model, load_tokenizer, stop_ids
 from covey.optim import Optimizer
 from covey.policy import ForwardLimits, Policy
+from covey.rewards.runner import Scorer
 from covey.rollout.engine import RolloutEngine
 from covey.rollout.native import NativeEngine
+from covey.rollout.reward_model import local_rewards
 from covey.rollout.shared import SharedEngine
 
 log = logging.getLogger(__name__)
@@ -129,15 +131,30 @@ def load_reference(config: Config, parts: Parts) -> Policy:
 def load_prompts(config: Config, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
     data = config.data
-    source = ", ".join(data.train) if isinstance(data.train, list) else data.train
-    train = build_prompts(load_rows(data.train, limit=data.limit), tokenizer, data, source=source)
+    train = prompt_data.load_prompts(data.train, tokenizer, data, limit=data.limit)
     held_out = None
     if data.eval is not None:
-        rows = load_rows(data.eval, limit=data.eval_rows or None)
-        held_out = build_prompts(rows, tokenizer, data, source=data.eval)
+        held_out = prompt_data.load_prompts(data.eval, tokenizer, data, limit=data.eval_rows or None)
+        if shared := count_shared(train, held_out):
+            log.warning("%d training prompts are also held out in %s: held-out scores flatter", shared, data.eval)
     elif data.eval_rows:
         train, held_out = split_prompts(train, data.eval_rows)
     return Prompts(train, held_out)
+
+
+def make_scorer(config: Config, parts: Parts) -> Scorer:
+    """The reward functions; model-based ones run on the policy's device."""
+    local = local_rewards(config.reward, parts.device.torch_device, parts.device.dtype)
+    return Scorer(config.reward, max_response_length=config.rollout.max_response_length, local=local)
+
+
+def check_tasks(scorer: Scorer, prompts: Prompts, task_key: str) -> None:
+    """ValueError when a row, training or held out, has a task without reward functions."""
+    for part in (prompts.train, prompts.eval):
+        if part is not None and len(part):
+            has_tasks = task_key in part.table.column_names
+            tasks = part.table[task_key].unique().to_pylist() if has_tasks else [None]
+            scorer.check_rows([{task_key: task} for task in tasks] if has_tasks else [{}])
 
 
 def stop_token_ids(config: Config, parts: Parts, prompts: Prompts) -> list[int]:
@@ -147,7 +164,7 @@ def stop_token_ids(config: Config, parts: Parts, prompts: Prompts) -> list[int]:
 
 
 def make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine:
-    """The rollout engine that `rollout.engine` names, shared by the ranks."""
+    """The rollout engine, shared by the ranks."""
     with parts.policy.gathered():
         engine = _make_engine(config, parts, prompts)
     return engine if parts.mesh.world == 1 else SharedEngine(engine, parts.mesh, parts.policy.gathered)
@@ -155,10 +172,6 @@ def make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine
 
 def _make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine:
     stops = stop_token_ids(config, parts, prompts)
-    if config.rollout.engine == "vllm":
-        from covey.rollout.vllm import VllmEngine
-
-        return VllmEngine(parts.policy.model, parts.tokenizer, stop_token_ids=stops)
 
     def decode(ids: list[int]) -> str:
         return parts.tokenizer.decode(ids, skip_special_tokens=True)

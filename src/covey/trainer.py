@@ -29,11 +29,10 @@ from covey.credit import ADVANTAGE_NAMES, advantages_of
 from covey.data.dataset import PromptStream
 from covey.distributed import mesh as meshes
 from covey.distributed.collectives import any_true, max_dicts
-from covey.evaluate import evaluate
+from covey.evaluate import evaluate, passes
 from covey.loggers import Logger, SilentLogger, open_loggers
 from covey.metrics import summarize
 from covey.optim import learning_rate
-from covey.rewards.runner import Scorer
 from covey.rewards.scores import Scores
 from covey.rollout.dynamic import sample_groups
 from covey.rollout.engine import Sampling
@@ -42,11 +41,13 @@ from covey.rollout.shared import gather_scores
 from covey.setup import (
     Parts,
     Prompts,
+    check_tasks,
     load_parts,
     load_prompts,
     load_reference,
     make_engine,
     make_optimizer,
+    make_scorer,
     stop_token_ids,
 )
 from covey.types import Group, StepBatch
@@ -85,7 +86,6 @@ class Run:
             preflight.check_output_dir(self.output, resume)
         find_loss(config.algorithm.loss)
         preflight.check_name("algorithm.advantage", config.algorithm.advantage, ADVANTAGE_NAMES)
-        self.scorer = Scorer(config.reward, max_response_length=config.rollout.max_response_length)
         self.parts: Parts = load_parts(
             config.model,
             config.train,
@@ -94,10 +94,12 @@ class Run:
             temperature=config.rollout.temperature,
             sampling_consistent=config.algorithm.sampling_consistent,
         )
+        self.scorer = make_scorer(config, self.parts)
         self.mesh = self.parts.mesh
         self.policy = self.parts.policy
         self.prompts: Prompts = load_prompts(config, self.parts.tokenizer)
         preflight.check_lengths(int(self.prompts.train.lengths.max()), config, self.policy.model.config)
+        check_tasks(self.scorer, self.prompts, config.reward.task_key)
         self.engine = make_engine(config, self.parts, self.prompts)
         self.ref = load_reference(config, self.parts) if config.algorithm.kl_coef else None
         self.optimizer = make_optimizer(self.parts, config.train)
@@ -110,6 +112,7 @@ class Run:
             batch_size=config.train.batch_size,
             seed=config.seed,
             shuffle=config.data.shuffle,
+            curriculum=config.data.curriculum,
         )
         mini = config.algorithm.mini_batch_size or config.train.batch_size
         self.total_optimizer_steps = config.train.steps * config.algorithm.epochs * (config.train.batch_size // mini)
@@ -154,7 +157,7 @@ class Run:
         """One rollout and its update; returns the step's metrics."""
         config, algorithm, timer = self.config, self.config.algorithm, _Timer(self.parts.device.synchronize)
         groups, scores, rounds = sample_groups(lambda: self._rollout(step, timer), max_rounds=algorithm.max_rounds)
-        batch = StepBatch(groups, scores.total, np.zeros(scores.total.shape))
+        batch = StepBatch(groups, self.scorer.normalize(scores), np.zeros(scores.total.shape))
         with timer("old_log_p"):
             if algorithm.kl_in_reward or self.policy.needs_old_logprobs(algorithm, len(groups)):
                 batch.old_logprobs = self.policy.logprobs(groups)
@@ -186,9 +189,11 @@ class Run:
         update = (
             stats.values
             | rounds
+            | scores.summary()
             | {
                 "memory/peak_bytes": self._peak_bytes(),
-                "reward/errors": float(scores.counts["errors"] + scores.counts["timeouts"]),
+                "reward/errors": float(scores.counts["errors"]),
+                "reward/timeouts": float(scores.counts["timeouts"]),
             }
         )
         return summarize(
@@ -207,7 +212,13 @@ class Run:
         with timer("rollout"):
             groups = self.engine.generate(prompts, self._sampling(step), on_group=self.scorer.submit)
         with timer("rule_reward"):
-            return groups, gather_scores(self.scorer.collect(), self.mesh)
+            scores = gather_scores(self.scorer.collect(), self.mesh)
+        evaluation = self.config.evaluation
+        passed = passes(scores, threshold=evaluation.pass_threshold, pass_on=evaluation.pass_on)
+        scored = ~np.isnan(scores.total)
+        rates = [float(p[s].mean()) if s.any() else None for p, s in zip(passed, scored, strict=True)]
+        self.stream.record([group.prompt.uid for group in groups], rates)
+        return groups, scores
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics; kept for the summary."""
@@ -236,6 +247,7 @@ class Run:
                 "optimizer_steps": self.policy.optimizer_steps,
                 "kl_coef": self.policy.kl_coef,
                 "stream": self.stream.state_dict(),
+                "scorer": self.scorer.state_dict(),
                 "evaluations": {str(step): values for step, values in self.evaluations.items()},
                 "metrics": {k: v for k, v in (metrics or {}).items() if math.isfinite(v)},
                 "config": self.config.model_dump(mode="json"),
@@ -307,6 +319,7 @@ class Run:
         self.policy.optimizer_steps = state["optimizer_steps"]
         self.policy.kl_coef = state["kl_coef"]
         self.stream.load_state_dict(state["stream"])
+        self.scorer.load_state_dict(state["scorer"])
         self.evaluations = {int(step): values for step, values in state["evaluations"].items()}
         self.done = self.saved = state["step"]
         self.engine.load_weights(self.policy.weights(), version=self.policy.optimizer_steps)
@@ -324,6 +337,7 @@ class Run:
             num_prompts=len(self.prompts.train),
             num_eval=len(self.prompts.eval) if self.prompts.eval else 0,
             dropped=self.prompts.train.drops,
+            rewards=self.scorer.ready(),
             stop_tokens={i: self.parts.tokenizer.convert_ids_to_tokens(i) for i in stops},
         )
         (self.output / "run.json").write_text(

@@ -6,6 +6,7 @@ The reference below is transformers' own attention on each prompt + response, wi
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ SHAPES = [(5, [3, 1, 7, 20]), (9, [6, 6]), (1, [1]), (30, [40, 4]), (1, [2, 9])]
 
 
 def _model(family: str, *, kv_heads: int, tied: bool):
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 96,

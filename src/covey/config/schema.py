@@ -96,8 +96,6 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["native", "vllm"] = "native"
-    """native: on the training model itself, any device; vllm: needs the extra `vllm`."""
     num_samples: PositiveInt = 8
     """Responses per prompt (G)."""
     max_response_length: PositiveInt = 1024
