@@ -107,20 +107,43 @@ def train(
     resume_from: Annotated[
         Path | None, typer.Option("--resume-from", metavar="DIR", help="Continue from this checkpoint.")
     ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and estimate memory; read no weights, train nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train with GRPO.
 
-    One device: `covey train run.yaml --set train.steps=20`. Several: `torchrun --nproc-per-node 8 -m covey train
-    run.yaml`. Ctrl-C writes a checkpoint and exits with 130; `--resume` goes on from it.
+    One device: `covey train run.yaml --set train.steps=20`. Several: `covey launch --nproc 8 run.yaml`. Ctrl-C
+    writes a checkpoint and exits with 130; `--resume` goes on from it.
     """
     loaded, checkpoint = _load(file, overrides, "train", config_dir), _resume(resume, resume_from)
+    if dry:
+        _dry_run(loaded, resume=checkpoint is not None, as_json=as_json)
+        return
     from covey import trainer as tool
 
     summary = tool.train(loaded, resume=checkpoint, quiet=as_json)
     _report(summary, as_json)
     if summary["interrupted"]:
         raise typer.Exit(130)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    file: File,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes: one for each device of this host.")],
+    command: Annotated[str, typer.Option("--command", help="What they run: train, sft or evaluate.")] = "train",
+    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Starts again after a failure.")] = 0,
+) -> None:
+    """Train on several devices of this host. Further options go to the command.
+
+    `covey launch --nproc 8 run.yaml --set parallel.tp=2`; over several hosts: `torchrun ... -m covey train run.yaml`
+    """
+    from covey.tools import launch as tool
+
+    raise typer.Exit(tool.run(nproc, [command, str(file), *context.args], max_restarts=max_restarts))
 
 
 @app.command()
@@ -325,9 +348,23 @@ def _load(
     return loaded
 
 
+def _dry_run(loaded: LoadedConfig[Any], *, resume: bool, as_json: bool) -> None:
+    from covey.tools.dry_run import dry_run, print_report
+
+    result = dry_run(loaded, resume=resume)
+    if as_json:
+        _print_json(result)
+    else:
+        print_report(result)
+    if not result["ok"]:
+        raise typer.Exit(2)
+
+
 def _resume(last: bool, directory: Path | None) -> bool | str | None:
     if directory is not None and not directory.is_dir():
         raise ValueError(f"--resume-from {directory}: no such directory")
+    if directory is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return "auto"  # torchrun started the processes again after a failure
     return str(directory) if directory is not None else (last or None)
 
 

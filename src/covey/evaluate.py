@@ -15,6 +15,7 @@ import numpy as np
 
 from covey.config.load import LoadedConfig
 from covey.config.schema import Config
+from covey.distributed import mesh as meshes
 from covey.distributed.mesh import Mesh
 from covey.rewards.runner import Scorer, Scores
 from covey.rollout.engine import RolloutEngine, Sampling
@@ -56,7 +57,9 @@ def run(loaded: LoadedConfig[Config], *, model: str | None = None) -> dict[str, 
     config = loaded.config
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
-    parts = load_parts(config.model, config.train, kind=config.device, temperature=config.rollout.temperature)
+    parts = load_parts(
+        config.model, config.train, config.parallel, kind=config.device, temperature=config.rollout.temperature
+    )
     with closing(make_scorer(config, parts)) as scorer:
         prompts = load_prompts(config, parts.tokenizer)
         if prompts.eval is None:
@@ -66,8 +69,10 @@ def run(loaded: LoadedConfig[Config], *, model: str | None = None) -> dict[str, 
         check_tasks(scorer, prompts, config.reward.task_key)
         scorer.ready()
         engine = make_engine(config, parts, prompts)
-        values, _, _ = evaluate(engine, scorer, list(prompts.eval), config)
-    sys.stderr.write("  ".join(f"{name} {value:.4g}" for name, value in values.items()) + "\n")
+        values, _, _ = evaluate(engine, scorer, list(prompts.eval), config, parts.mesh)
+    meshes.stop()
+    if parts.mesh.is_main:
+        sys.stderr.write("  ".join(f"{name} {value:.4g}" for name, value in values.items()) + "\n")
     return values
 
 
