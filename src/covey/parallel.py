@@ -144,15 +144,20 @@ class ParallelModel:
         self.release()
 
 
-def _cut_model(model: Any, mesh: Mesh, *, sequence_parallel: bool) -> TensorParallel:
-    plan = architecture(model, f"parallel.tp={mesh.tp}")
+def check_heads(model: Any, tp: int) -> None:
+    """ValueError when the tensor-parallel degree does not divide the model's heads."""
     config = model.config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(config, key)) % mesh.tp:
+        if (heads := getattr(config, key)) % tp:
             raise ValueError(
-                f"parallel.tp={mesh.tp} does not divide the model's {key}={heads}; every rank needs whole heads: "
+                f"parallel.tp={tp} does not divide the model's {key}={heads}; every rank needs whole heads: "
                 "choose a divisor of both"
             )
+
+
+def _cut_model(model: Any, mesh: Mesh, *, sequence_parallel: bool) -> TensorParallel:
+    plan = architecture(model, f"parallel.tp={mesh.tp}")
+    check_heads(model, mesh.tp)
     tp = TensorParallel(mesh, sequence_parallel=sequence_parallel)
     cut_layers(model, layers_of(model), plan, model.base_model.get_submodule(plan.final_norm), tp)
     cut_vocabulary(model, tp)

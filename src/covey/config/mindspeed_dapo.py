@@ -38,9 +38,7 @@ def filter_groups(value: Any, run: Conversion) -> Finding:
     if not value:
         return Finding("honoured", "off")
     if not is_dapo(run):
-        return Finding(
-            "no effect", "as upstream: only under ray_dapo; algorithm.max_rounds does it for any loss"
-        )
+        return Finding("no effect", "as upstream: only under ray_dapo; algorithm.max_rounds does it for any loss")
     given = int(number(run.get("rl_config", "filter_groups_max_batches")))
     run.set("algorithm.max_rounds", given if given > 0 else MAX_ROUNDS)
     if given > 0:
