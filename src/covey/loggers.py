@@ -13,7 +13,8 @@ import importlib.util
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from covey.config.schema import LoggingConfig
-from covey.metrics import check_names
+from covey.metrics import check_names, mindspeed_metrics
 
 
 class Logger(Protocol):
@@ -42,6 +43,7 @@ def open_loggers(config: LoggingConfig, output_dir: str | Path, *, total_steps: 
     Raises ImportError that names the extra to install when a wanted package is missing.
     """
     directory = Path(output_dir)
+    upstream = config.names != "covey"
     loggers: list[Logger] = []
     installed = importlib.util.find_spec("tensorboard") is not None
     if config.tensorboard is True or (config.tensorboard == "auto" and installed):
@@ -50,9 +52,12 @@ def open_loggers(config: LoggingConfig, output_dir: str | Path, *, total_steps: 
         loggers.append(WandbLogger(config.wandb_project, directory))
     if config.swanlab_project is not None:
         loggers.append(SwanLabLogger(config.swanlab_project, directory))
-    loggers.append(JsonlLogger(directory / "metrics.jsonl", first_step=first_step))
-    loggers.append(ConsoleLogger(total_steps, done=max(first_step - 1, 0)))
-    return _Loggers(loggers)
+    loggers.append(ConsoleLogger(total_steps, done=max(first_step - 1, 0), iterations=upstream))
+    if upstream:
+        names = config.names.removeprefix("mindspeed_")
+        translate = partial(mindspeed_metrics, stage=names, longest=config.longest_in_tps)
+        loggers = [_Translated(logger, translate) for logger in loggers]
+    return _Loggers([JsonlLogger(directory / "metrics.jsonl", first_step=first_step), *loggers])
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
@@ -103,7 +108,11 @@ _COLUMNS = (
 class ConsoleLogger:
     """One line a step on standard error, above a progress bar when that is a terminal. NO_COLOR is honoured."""
 
-    def __init__(self, total_steps: int, *, done: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, *, done: int = 0, console: Console | None = None, iterations: bool = False
+    ) -> None:
+        """iterations: MindSpeed-RL's form of the line, with every value."""
+        self._iterations = iterations
         self._console = console or Console(stderr=True)
         self._total = total_steps
         self._progress: Progress | None = None
@@ -121,7 +130,10 @@ class ConsoleLogger:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Print the step's line and move the bar."""
-        line = f"step {step:>{len(str(self._total))}}/{self._total}  {describe(values)}"
+        if self._iterations:
+            line = " | ".join([f"iteration: {step} / {self._total}", *(f"{k} : {v:.4g}" for k, v in values.items())])
+        else:
+            line = f"step {step:>{len(str(self._total))}}/{self._total}  {describe(values)}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
@@ -205,6 +217,16 @@ class SilentLogger:
 
     def close(self) -> None:
         """Nothing."""
+
+
+class _Translated:
+    def __init__(self, logger: Logger, translate: Callable[[Mapping[str, float]], Mapping[str, float]]) -> None:
+        self._logger = logger
+        self._translate = translate
+        self.close = logger.close
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._logger.write(step, self._translate(values))
 
 
 class _Loggers:

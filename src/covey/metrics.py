@@ -165,6 +165,37 @@ def summarize(
     return values
 
 
+def mindspeed_metrics(values: Mapping[str, float], *, stage: str, longest: bool) -> dict[str, float]:
+    """A step's values as MindSpeed-RL reports them, so that its dashboards go on; what it does not know stays as it is.
+
+    stage: `grpo` or `dapo`, the prefix of the scores. longest: `*_tps` count the longest prompt and response for each
+    one (log_max_throughput). Differences that stay: `actor/pg_loss` is the absolute value of the step's mean loss
+    (upstream: the mean of absolute micro-batch losses); entropy is always the true one (upstream 0 without a bonus).
+    """
+    renamed = {name.replace("grpo/score", f"{stage}/score"): value for name, value in values.items()}
+    if "actor/loss" in values:
+        renamed["actor/pg_loss"] = abs(values["actor/loss"])
+    for ours, theirs in _MINDSPEED_TIMINGS.items():
+        if ours in values:
+            renamed[theirs] = values[ours]
+    mean, most = (
+        sum(values.get(f"{part}_length/{kind}", 0.0) for part in ("prompt", "response")) for kind in ("mean", "max")
+    )
+    if longest and mean:
+        renamed |= {name: values[name] * most / mean for name in _RATES if name in values}
+    return renamed
+
+
+_RATES = ("e2e_tps", "update_tps", "vllm_tps")
+# Seconds that the rollout did not hide: the only ones measured here. Upstream reports them beside the whole.
+_MINDSPEED_TIMINGS = {
+    "timing/rule_reward": "timing/non_overlap_rule_reward",
+    "timing/reference_model": "timing/non_overlap_reference_model",
+    "timing/adv": "timing/non_overlap_adv",
+    "timing/sync": "timing/resharding_to_infer",
+}
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError for the first name that METRICS does not declare."""
     for name in names:

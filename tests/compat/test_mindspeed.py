@@ -253,6 +253,13 @@ def test_upstreams_verifiers_are_registered_rewards() -> None:
     assert set(VERIFIERS) <= set(REWARDS)
 
 
+def test_metric_names_follow_the_stage(tmp_path: Path) -> None:
+    grpo = load_any(_write(tmp_path, rl_config={"log_max_throughput": True})).config.logging
+    assert (grpo.names, grpo.longest_in_tps) == ("mindspeed_grpo", True)
+    dapo = load_any(_write(tmp_path, megatron_training={"stage": "ray_dapo"})).config.logging
+    assert (dapo.names, dapo.longest_in_tps) == ("mindspeed_dapo", False)
+
+
 def test_verifier_settings_that_upstream_ignores_have_an_effect(tmp_path: Path) -> None:
     reward = load_any(_write(tmp_path, rl_config={"verifier_parallel": 4, "verifier_timeout": 120})).config.reward
     assert (reward.num_workers, reward.timeout_s) == (4, 120.0)

@@ -160,7 +160,7 @@ RL: KeyMap = {
     },
     "num_cpus_for_local_task": _RAY,
     "num_cpus_for_placement_group": _RAY,
-    "log_max_throughput": unsupported("e2e_tps counts the mean lengths, not the longest ones"),
+    "log_max_throughput": rules.log_max_throughput,
     "use_tensorboard": honour("logging.tensorboard", scale=bool),
     "use_wandb": _switch("logging.wandb_project", "wandb_project"),
     "wandb_project": _project("logging.wandb_project", "use_wandb"),

@@ -28,6 +28,7 @@ def stage(value: Any, run: Conversion) -> Finding:
     """The algorithm."""
     name = str(value).lower()
     if name in STAGES:
+        run.set("logging.names", f"mindspeed_{STAGES[name].lower()}")
         run.set("algorithm.loss", "grpo")
         run.set("algorithm.advantage", "group_norm")
         run.set("algorithm.advantage_eps", 1e-6)
@@ -212,6 +213,15 @@ def clip_ratio(value: Any, run: Conversion) -> Finding:
     return Finding("honoured", "algorithm.clip_low and algorithm.clip_high")
 
 
+def log_max_throughput(value: Any, run: Conversion) -> Finding:
+    """Longest lengths in place of means in *_tps; off when absent, though upstream's class has it on."""
+    if value:
+        run.set("logging.longest_in_tps", True)
+    return Finding(
+        "honoured", "logging.longest_in_tps" if value else "e2e_tps, update_tps, vllm_tps count mean lengths"
+    )
+
+
 def rule_reward(value: Any, run: Conversion) -> Finding:
     """False means a neural reward model."""
     if value:
@@ -251,7 +261,11 @@ def sampling(native_key: str, upstream_default: float, *, off: Any = None) -> Ru
             return Finding("honoured", f"{native_key}: off")
         run.set(native_key, type(upstream_default)(number(value)))
         narrows = native_key != "rollout.temperature" and value not in (0, 1)
-        more = "; the policy that samples is then not the one that is trained, see metrics rollout/*" if narrows else ""
+        more = (
+            "; the policy that samples is then not the one that is trained (algorithm.sampling_consistent)"
+            if narrows
+            else ""
+        )
         return Finding("honoured", f"{native_key}{more}")
 
     return rule

@@ -410,6 +410,16 @@ class LoggingConfig(Section):
     """Send metrics to this Weights & Biases project (extra `wandb`)."""
     swanlab_project: str | None = None
     """Send metrics to this SwanLab project (extra `swanlab`)."""
+    names: Literal["covey", "mindspeed_grpo", "mindspeed_dapo"] = "covey"
+    """Names and definitions on the console and in dashboards: Covey's or MindSpeed-RL's; metrics.jsonl has Covey's."""
+    longest_in_tps: bool = False
+    """With MindSpeed-RL's names: *_tps count the longest lengths, not the mean (its log_max_throughput)."""
+
+    @model_validator(mode="after")
+    def _longest_is_upstreams(self) -> LoggingConfig:
+        if self.longest_in_tps and self.names == "covey":
+            raise ValueError("longest_in_tps has an effect only with the names mindspeed_grpo and mindspeed_dapo")
+        return self
 
 
 class SftConfig(Section):

@@ -134,3 +134,35 @@ def test_wandb_resumes_one_run(tmp_path: Path):
         loggers.write(first, {"actor/lr": 0.5})
         loggers.close()
     assert len({path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}) == 1
+
+
+def test_mindspeeds_names_reach_console_and_tensorboard_and_the_file_keeps_coveys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = LoggingConfig(names="mindspeed_dapo", longest_in_tps=True, tensorboard=True)
+    logger = open_loggers(config, tmp_path, total_steps=9)
+    values = {
+        "actor/loss": -0.25,  # of which pg_loss is 0.5 and the KL term the rest
+        "actor/pg_loss": 0.5,
+        "grpo/score/mean": 0.125,
+        "timing/sync": 2.0,
+        "prompt_length/mean": 10.0,
+        "prompt_length/max": 20.0,
+        "response_length/mean": 30.0,
+        "response_length/max": 100.0,
+        "e2e_tps": 400.0,  # 10 s at 100 responses on one device: (10 + 30) x 100 / 10
+    }
+    logger.write(3, values)
+    logger.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 3} | values]
+    line = " ".join(capsys.readouterr().err.split())
+    for text in ("iteration: 3 / 9 | ", "actor/pg_loss : 0.25", "dapo/score/mean : 0.125", "e2e_tps : 1200"):
+        assert text in line  # (20 + 100) x 100 / 10
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+    assert scalars["train/actor/pg_loss"] == 0.25
+    assert scalars["train/timing/resharding_to_infer"] == 2.0
+    assert "train/grpo/score/mean" not in scalars
