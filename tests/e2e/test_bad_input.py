@@ -82,7 +82,7 @@ def test_a_good_run_ends_with_0_and_a_summary(run: Run, config: dict[str, Any]) 
         ("rollout", "num_samples", 1, "at least 2 responses"),
         ("rollout", "max_response_length", 100_000, "positions for 512"),
         ("rollout", "stop_token_ids", [100_000], "outside the model's vocabulary"),
-        ("algorithm", "loss", "grop", "'grpo'"),
+        ("algorithm", "loss", "grop", "grpo"),
         ("algorithm", "advantage", "group_nrom", "'group_norm'"),
         ("algorithm", "mini_batch_size", 3, "not a multiple"),
         ("train", "lr", "fast", "train.lr"),

@@ -68,6 +68,12 @@ def _coefficients(groups: list[Group]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, generator=generator), torch.randn(n, generator=generator)
 
 
+def _grads(model) -> list[torch.Tensor]:
+    grads = [parameter.grad for parameter in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    return [grad for grad in grads if grad is not None]
+
+
 def _reference(model, groups: list[Group]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     model = copy.deepcopy(model)
     model.set_attn_implementation("sdpa")
@@ -82,7 +88,7 @@ def _reference(model, groups: list[Group]) -> tuple[torch.Tensor, torch.Tensor, 
             logprobs.append(logp.gather(1, ids[0, first:, None])[:, 0])
             entropies.append(-(logp.exp() * logp).sum(-1))
     (torch.cat(logprobs) @ a + torch.cat(entropies) @ b).backward()
-    return torch.cat(logprobs).detach(), torch.cat(entropies).detach(), [p.grad for p in model.parameters()]
+    return torch.cat(logprobs).detach(), torch.cat(entropies).detach(), _grads(model)
 
 
 def _packed(model, groups, *, max_tokens=10_000, share=True, checkpointing=False, chunk=7, whole=True):
@@ -99,7 +105,7 @@ def _packed(model, groups, *, max_tokens=10_000, share=True, checkpointing=False
         lp, entropy = scoring(batch.input_ids, batch.position_ids, plan, batch.target_rows, batch.target_ids)
         logprobs[batch.token_index], entropies[batch.token_index] = lp.detach(), entropy.detach()
         (lp @ a[batch.token_index] + entropy @ b[batch.token_index]).backward()
-    return logprobs, entropies, [p.grad for p in model.parameters()]
+    return logprobs, entropies, _grads(model)
 
 
 def _relative(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

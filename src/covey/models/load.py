@@ -165,8 +165,8 @@ def _require_checkpoint(path: str) -> None:
     if local.is_dir():
         if checkpoint_kind(local) == "megatron":
             raise ValueError(
-                f"model.path: {path!r} is a Megatron-core checkpoint; point model.path at the Hugging Face directory it "
-                "was made from (config.json and *.safetensors), Covey needs no conversion"
+                f"model.path: {path!r} is a Megatron-core checkpoint; point model.path at the Hugging Face directory "
+                "it was made from (config.json and *.safetensors), Covey needs no conversion"
             )
         if not any((local / name).exists() for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
             raise ValueError(f"model.path: directory {path!r} has no config.json: it is not a Hugging Face checkpoint")

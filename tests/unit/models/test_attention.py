@@ -52,8 +52,8 @@ def _compare(shapes: list[tuple[int, list[int]]], heads: int, kv_heads: int, sca
     grad = torch.randn(total, heads, 8, generator=generator)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    out = PackedPlan(segments, CPU).attend(0, *inputs, scale)
-    expected = _dense(*exact, _mask(segments, total), scale)
+    out = PackedPlan(segments, CPU).attend(0, q, k, v, scale)
+    expected = _dense(exact[0], exact[1], exact[2], _mask(segments, total), scale)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     out.backward(grad)
     expected.backward(grad.double())

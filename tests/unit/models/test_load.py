@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from covey.models.load import check_vocabulary, export_model, load_model, load_t
 from covey.tools import tiny
 
 CPU = torch.device("cpu")
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 104,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -50,9 +51,12 @@ def test_weights_go_in_and_out_unchanged(checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_stop_ids_are_the_union(checkpoint: Path) -> None:
-    model, tokenizer = load_model(str(checkpoint), dtype=torch.float32, device=CPU), load_tokenizer(str(checkpoint))
+    model: Any = load_model(str(checkpoint), dtype=torch.float32, device=CPU)
+    tokenizer = load_tokenizer(str(checkpoint))
     model.generation_config.eos_token_id = [7, 5]
-    assert stop_ids(model, tokenizer, extra=[9]) == sorted({5, 7, 9, tokenizer.eos_token_id})
+    eos = tokenizer.convert_tokens_to_ids("<eos>")
+    assert isinstance(eos, int)
+    assert stop_ids(model, tokenizer, extra=[9]) == sorted({5, 7, 9, eos})
     with pytest.raises(ValueError, match=r"\[1000\] are outside"):
         stop_ids(model, tokenizer, extra=[1000])
 
@@ -78,6 +82,7 @@ def test_a_model_whose_logits_differ_when_packed_is_refused() -> None:
     class Scaled(MistralForCausalLM):
         def forward(self, *args, **kwargs):
             out = super().forward(*args, **kwargs)
+            assert out.logits is not None
             out.logits = 2 * out.logits
             return out
 
@@ -92,7 +97,7 @@ def test_a_model_whose_logits_differ_when_packed_is_refused() -> None:
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     ],
 )
-def test_what_the_attention_cannot_honour_is_refused(changes: dict, reason: str) -> None:
+def test_what_the_attention_cannot_honour_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         prepare_model(Qwen2ForCausalLM(Qwen2Config(**SIZES, **changes)))
 
