@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.distributed.collectives import wait_for_all
+from covey.distributed.context_parallel import HeadExchange, combine
 from covey.distributed.fsdp import Sharding, full_tensor
 from covey.distributed.gradients import GradientNorm
 from covey.distributed.mesh import Mesh
@@ -50,6 +51,8 @@ class ParallelModel:
         self.compute_dtype = compute_dtype
         self._device = device
         self._tp: TensorParallel | None = None
+        if mesh.tp * mesh.cp > 1:
+            check_heads(model, mesh.tp, mesh.cp)
         if mesh.tp > 1:
             self._tp = _cut_model(model, mesh, sequence_parallel=sequence_parallel)
         self._scoring = ScoringModel(
@@ -76,11 +79,29 @@ class ParallelModel:
         """
         if as_sampled and self._tp is not None:
             raise ValueError("algorithm.sampling_consistent needs whole logits: set parallel.tp to 1")
-        if self._tp is not None and self._tp.sequence:
-            batch = pad_batch(batch, self._tp.size)
+        cuts_tokens = self._tp.size if self._tp is not None and self._tp.sequence else 1
+        batch = pad_batch(batch, cuts_tokens * self.mesh.cp)
         plan = PackedPlan(batch.segments, self._device)
         num_kept = batch.num_kept if as_sampled else None
+        if self.mesh.cp > 1:
+            return self._forward_part(batch, plan, num_kept)
         return self._scoring(batch.input_ids, batch.position_ids, plan, batch.target_rows, batch.target_ids, num_kept)
+
+    def _forward_part(self, batch: PackedBatch, plan: PackedPlan, num_kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`forward` of this context-parallel rank's share of the tokens, and the results of all of them."""
+        group, share = self.mesh.cp_group, batch.num_tokens // self.mesh.cp
+        mine = slice(self.mesh.cp_rank * share, (self.mesh.cp_rank + 1) * share)
+        index = ((batch.target_rows >= mine.start) & (batch.target_rows < mine.stop)).nonzero().squeeze(1)
+        logprobs, entropy = self._scoring(
+            batch.input_ids[mine],
+            batch.position_ids[mine],
+            HeadExchange(plan, group),
+            batch.target_rows[index] - mine.start,
+            batch.target_ids[index],
+            None if num_kept is None else num_kept[index],
+        )
+        total = len(batch.target_rows)
+        return combine(logprobs, index, total, group), combine(entropy, index, total, group)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the loss's gradient; it is summed over data-parallel ranks once, with the `last` micro-batch."""
@@ -144,9 +165,14 @@ class ParallelModel:
         self.release()
 
 
-def check_heads(model: Any, tp: int) -> None:
-    """ValueError when the tensor-parallel degree does not divide the model's heads."""
+def check_heads(model: Any, tp: int, cp: int = 1) -> None:
+    """ValueError when the tensor-parallel and context-parallel degrees do not divide the model's heads."""
     config = model.config.get_text_config()
+    if config.num_attention_heads % (tp * cp):
+        raise ValueError(
+            f"parallel.tp={tp} x cp={cp} does not divide the model's num_attention_heads={config.num_attention_heads}; "
+            "attention runs whole heads on every rank: choose degrees whose product divides it"
+        )
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, key)) % tp:
             raise ValueError(
@@ -157,7 +183,6 @@ def check_heads(model: Any, tp: int) -> None:
 
 def _cut_model(model: Any, mesh: Mesh, *, sequence_parallel: bool) -> TensorParallel:
     plan = architecture(model, f"parallel.tp={mesh.tp}")
-    check_heads(model, mesh.tp)
     tp = TensorParallel(mesh, sequence_parallel=sequence_parallel)
     cut_layers(model, layers_of(model), plan, model.base_model.get_submodule(plan.final_norm), tp)
     cut_vocabulary(model, tp)

@@ -66,6 +66,7 @@ def load_parts(
         device=device.torch_device,
         dp_replicate=parallel.dp_replicate,
         dp_shard=parallel.dp_shard,
+        cp=parallel.cp,
         tp=parallel.tp,
         timeout_s=parallel.timeout_s,
     )

@@ -391,6 +391,8 @@ class ParallelConfig(Section):
     """Ranks that train on different micro-batches and hold a part of the weights each; auto: all that are left."""
     dp_replicate: PositiveInt = 1
     """Copies of the sharded weights, for example one a host; each trains on different micro-batches."""
+    cp: PositiveInt = 1
+    """Ranks that cut the tokens of one micro-batch (context parallelism); tp x cp must divide the attention heads."""
     tp: PositiveInt = 1
     """Ranks that cut every matrix (tensor parallelism); must divide the model's attention and key/value heads."""
     sequence_parallel: bool = False
