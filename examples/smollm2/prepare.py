@@ -57,6 +57,16 @@ def convert(directory: Path) -> None:
     temporary.replace(directory)
 
 
+def chat(expression: str) -> list[dict[str, str]]:
+    """The question after one that is answered, because the model rambles otherwise."""
+    return [
+        {"role": "system", "content": "You are a calculator."},
+        {"role": "user", "content": "What is 7 + 12?"},
+        {"role": "assistant", "content": "7 + 12 = 19"},
+        {"role": "user", "content": f"What is {expression}?"},
+    ]
+
+
 def write_questions(directory: Path) -> None:
     """Sums and differences of two numbers below 100, half of them below 10; no held-out question is trained on."""
     import reasoning_gym
@@ -71,10 +81,7 @@ def write_questions(directory: Path) -> None:
     training = [(question, answer) for question, answer in ask(seed=2, size=NUM_TRAIN) if question not in held_out]
     directory.mkdir(parents=True, exist_ok=True)
     for name, questions in (("train", training), ("eval", held_out.items())):
-        rows = [
-            {"problem": f"What is {question}? Answer with the number only.", "answer": answer, "task": "math"}
-            for question, answer in questions
-        ]
+        rows = [{"problem": chat(asked), "answer": answer, "task": "math"} for asked, answer in questions]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""A reward of one's own: the response must be the number, and nothing else earns everything.
+"""A reward of one's own: the response's last number must be the answer, and an equation alone earns a little more.
 
-Named in grpo.yaml as `examples/smollm2/reward.py:number`; try it without a model:
-python -c "from reward import number; print(number(['It is 43.', '43'], 2 * [{'response': '43'}], {}))"
+Named in grpo.yaml as `examples/smollm2/reward.py:equation`. In Python, without a model:
+    equation(["It is 43.", "26 + 17 = 43"], 2 * [{"response": "43"}], {})
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import re
 from typing import Any
 
 _NUMBER = re.compile(r"-?\d+")
+_EQUATION = re.compile(r"-?\d+ [+-] -?\d+ = -?\d+\.?")
 
 
-def number(responses: list[str], rows: list[dict[str, Any]], config: dict[str, Any]) -> list[dict[str, float]]:
-    """1 when the response's last number is the answer; `short` (option, default 0.2) more when it says nothing else."""
-    bonus = config.get("short", 0.2)
+def equation(responses: list[str], rows: list[dict[str, Any]], config: dict[str, Any]) -> list[dict[str, float]]:
+    """1 when the last number is the answer, and `form` (option, default 0.2) more for an equation and nothing else."""
+    bonus = config.get("form", 0.2)
     scores: list[dict[str, float]] = []
     for text, row in zip(responses, rows, strict=True):
         numbers = _NUMBER.findall(text)
-        right = float(bool(numbers) and numbers[-1] == row["response"])
-        short = float(text.strip() == (numbers[-1] if numbers else None))
-        scores.append({"score": right + bonus * short, "answer": right, "short": short})
+        answer = float(bool(numbers) and numbers[-1] == row["response"])
+        form = float(_EQUATION.fullmatch(text.strip()) is not None)
+        scores.append({"score": answer + bonus * form, "answer": answer, "form": form})
     return scores

@@ -19,7 +19,7 @@ NUM_EVAL, NUM_TRAIN, NUM_SFT = 50, 200, 400  # problems per task
 NUM_DEMONSTRATIONS = 3  # per problem of NUM_SFT
 
 # How often a demonstration goes wrong, and how. A model that imitates them goes wrong as often.
-FORGET_CARRY, SLIP, NO_WORK, BAD_TAG = 0.6, 0.05, 0.35, 0.35
+FORGET_CARRY, SLIP, NO_WORK, BAD_TAG = 0.5, 0.05, 0.3, 0.35
 
 
 @dataclass(frozen=True)
