@@ -226,6 +226,7 @@ def test_dynamic_sampling_and_the_penalty_for_length(tmp_path: Path) -> None:
     [
         (16, {"tensor_model_parallel_size": 2, "data_parallel_size": 8}, 2, ""),
         (16, {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4}, 4, ""),
+        (8, {"tensor_model_parallel_size": 2, "context_parallel_size": 4}, 2, ""),
         (8, {"tensor_model_parallel_size": 2, "data_parallel_size": 8}, None, "= 16, but 8 processes run"),
         (6, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, None, "= 4 does not divide the 6"),
         (1, {"tensor_model_parallel_size": 2, "data_parallel_size": 8}, 1, ""),
@@ -244,6 +245,9 @@ def test_parallel_sizes_are_checked_against_the_processes(
     assert report.loaded is not None
     parallel = report.loaded.config.parallel
     assert (parallel.tp, parallel.sequence_parallel) == (tp, tp > 1)
+    assert parallel.cp == sizes.get("context_parallel_size", 1)
+    ring = {**sizes, "context_parallel_algo": "megatron_cp_algo"}  # not available: those ranks train on other rows
+    assert load_any(_write(tmp_path, parallel_config=ring)).config.parallel.cp == 1
 
 
 def test_upstreams_verifiers_are_registered_rewards() -> None:

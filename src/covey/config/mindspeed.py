@@ -34,6 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "megatron_training": {
         "seed": 1234, "weight_decay": 0.01, "clip_grad": 1.0, "adam_beta1": 0.9, "adam_beta2": 0.999,
         "lr_decay_style": "linear", "min_lr": 0.0, "micro_batch_size": 1, "stage": "ray_grpo",
+        "context_parallel_algo": "ulysses_cp_algo",
     },
     "rl_config": {
         "n_samples_per_prompt": 1, "max_prompt_length": 512, "epochs": 1, "clip_ratio": 0.2, "entropy_coeff": 0.0,

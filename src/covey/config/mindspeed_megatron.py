@@ -155,7 +155,7 @@ MEGATRON: KeyMap = {
     "pipeline_model_parallel_size": model.degree("pipeline"),
     "context_parallel_size": model.degree("context"),
     "data_parallel_size": model.degree("data"),
-    "context_parallel_algo": judged_with("context_parallel_size"),
+    "context_parallel_algo": model.context_algorithm,
     "sequence_parallel": model.sequence_parallel,
     "num_layers_per_virtual_pipeline_stage": judged_with("pipeline_model_parallel_size"),
     "num_layer_list": judged_with("pipeline_model_parallel_size"),

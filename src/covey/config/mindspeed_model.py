@@ -123,15 +123,29 @@ def _placed(axis: str, size: int, run: Conversion) -> Finding:
         run.set("parallel.tp", size)
         return Finding("honoured", "parallel.tp")
     if axis == "data":
-        ranks = run.world_size // _size("tensor", run)
-        return Finding("mapped", f"{ranks} ranks train on different micro-batches and share the weights' pieces")
+        return Finding("mapped", "the ranks that tensor and context parallelism leave train on different micro-batches")
     if size == 1:
         return Finding("honoured", "not split")
-    if axis == "pipeline":
-        why = "layers are not split by depth; these ranks hold pieces of every weight and train on other micro-batches"
-    else:
-        why = "sequences are not split; these ranks train on other micro-batches, so one must fit on a device"
-    return Finding("mapped", f"{why}: the numbers are the same")
+    if axis == "context" and _is_ulysses(run):
+        run.set("parallel.cp", size)
+        return Finding("honoured", "parallel.cp")
+    unit = "sequences are not split" if axis == "context" else "layers are not split by depth"
+    return Finding(
+        "mapped", f"{unit}; these ranks share the weights' pieces and train on other micro-batches: the same numbers"
+    )
+
+
+def _is_ulysses(run: Conversion) -> bool:
+    return str(run.get("megatron_training", "context_parallel_algo")).startswith("ulysses")
+
+
+def context_algorithm(value: Any, run: Conversion) -> Finding:
+    """How attention works over cut sequences."""
+    if _size("context", run) == 1 or run.world_size == 1:
+        return Finding("no effect", "no context parallelism")
+    if _is_ulysses(run):
+        return Finding("honoured", "heads are exchanged for tokens around attention")
+    return Finding("mapped", "no ring attention: see context_parallel_size; --set parallel.cp=N for Ulysses")
 
 
 def sequence_parallel(value: Any, run: Conversion) -> Finding:

@@ -201,7 +201,7 @@ def kl_ctrl_type(value: Any, run: Conversion) -> Finding:
     """Upstream's adaptive controller is never updated in GRPO, so that it equals the fixed one."""
     if value == "fixed":
         return Finding("honoured", "the coefficient is fixed")
-    return Finding("no effect", "upstream never updates its adaptive controller in GRPO: the coefficient stays fixed")
+    return Finding("no effect", "upstream never updates it in GRPO; algorithm.kl_target does")
 
 
 def clip_ratio(value: Any, run: Conversion) -> Finding:
@@ -226,7 +226,12 @@ def rule_reward(value: Any, run: Conversion) -> Finding:
     """False means a neural reward model."""
     if value:
         return Finding("honoured", "rewards are the functions of verifier_function")
-    return Finding("not supported", "false asks for a neural reward model in Megatron format", blocking=True)
+    return Finding(
+        "not supported",
+        "false asks for a neural reward model in Megatron format; in Hugging Face format it is the reward "
+        "`reward_model` with the option `path`: convert this file without the key and add it to reward.functions",
+        blocking=True,
+    )
 
 
 def verifiers(upstream: tuple[str, ...]) -> Rule:

@@ -134,6 +134,16 @@ def _std(value: Any, run: Conversion) -> Finding:
     return Finding("honoured", f"algorithm.advantage {run.native['algorithm.advantage']}")
 
 
+def _context(value: Any, run: Conversion) -> Finding:
+    size = int(number(value))
+    if run.world_size == 1:
+        return Finding("mapped", "one process is started: nothing is split; the numbers are the same")
+    if run.world_size % size:
+        return Finding("not supported", f"{size} does not divide the {run.world_size} processes", blocking=True)
+    run.set("parallel.cp", size)
+    return Finding("honoured", "parallel.cp")
+
+
 def _loggers(value: Any, run: Conversion) -> Finding:
     names = value if isinstance(value, list) else [value]
     run.set("logging.tensorboard", "tensorboard" in names)
@@ -215,7 +225,7 @@ VERL: KeyMap = {
     f"{_A}entropy_coeff": real("algorithm.entropy_coef"),
     f"{_A}loss_agg_mode": _choice("algorithm.aggregation", _MEANS),
     f"{_A}ppo_epochs": whole("algorithm.epochs"),
-    f"{_A}ulysses_sequence_parallel_size": no_effect("sequences are not split; one must fit on a device"),
+    f"{_A}ulysses_sequence_parallel_size": _context,
     f"{_A}shuffle": no_effect("the order of prompts is drawn anew every epoch"),
     f"{_R}name": no_effect("the native engine samples, on the training weights"),
     f"{_R}n": whole("rollout.num_samples"),

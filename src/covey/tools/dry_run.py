@@ -89,9 +89,9 @@ def print_report(result: dict[str, Any]) -> None:
     memory = result["memory_bytes"]
     tables = dict(result["facts"])
     if memory:
-        lines = {name: f"{size / 2**30:,.2f} GiB" for name, size in memory.items()}
-        peak = f"{result['peak_bytes'] / 2**30:,.2f} GiB on each of {result['world_size']}"
-        tables["Memory"] = lines | {"peak": f"{peak}, in the rollout or in the update"}
+        ranks = f"on each of {result['world_size']} ranks, in the rollout or in the update"
+        lines = {name: _amount(size) for name, size in memory.items()}
+        tables["Memory"] = lines | {"peak": f"{_amount(result['peak_bytes'])} {ranks}"}
     if result["unchecked"]:
         tables["Not checked"] = {str(i): text for i, text in enumerate(result["unchecked"], start=1)}
     tables["Verdict"] = (
@@ -100,6 +100,10 @@ def print_report(result: dict[str, Any]) -> None:
         else {f"problem {i}": text for i, text in enumerate(result["problems"], start=1)}
     )
     preflight.print_facts(tables)
+
+
+def _amount(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.2f} MiB"
 
 
 def memory_per_rank(config: Config, model: Any, mesh: Mesh, dtype: torch.dtype) -> dict[str, int]:
@@ -118,7 +122,7 @@ def memory_per_rank(config: Config, model: Any, mesh: Mesh, dtype: torch.dtype) 
         "gathered for rollout": size * total // mesh.tp if sharded else 0,
         "reference": size * mine if config.algorithm.kl_coef else 0,
         "logits chunk, its gradient": 2 * config.train.logits_chunk_bytes,
-        "activations (rough)": activation_bytes(config, model, mesh.tp, size),
+        "activations (rough)": activation_bytes(config, model, mesh.tp, size) // mesh.cp,
         "KV cache (at most)": config.rollout.kv_cache_bytes,
     }
     return {name: amount for name, amount in memory.items() if amount}
@@ -165,7 +169,11 @@ class _Report:
 def _layout(config: Config) -> Mesh:
     parallel = config.parallel
     degrees = resolve_degrees(
-        world_size(), dp_replicate=parallel.dp_replicate, dp_shard=parallel.dp_shard, tp=parallel.tp
+        world_size(),
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=parallel.dp_shard,
+        cp=parallel.cp,
+        tp=parallel.tp,
     )
     return Mesh(*degrees)
 
@@ -208,7 +216,8 @@ def _check_layout(config: Config, model: Any, mesh: Mesh, report: _Report) -> No
         report.attempt(lambda: layers_of(model))
     if mesh.tp > 1:
         report.attempt(lambda: architecture(model, f"parallel.tp={mesh.tp}"))
-        report.attempt(lambda: check_heads(model, mesh.tp))
+    if mesh.tp * mesh.cp > 1:
+        report.attempt(lambda: check_heads(model, mesh.tp, mesh.cp))
     if config.train.batch_size < mesh.num_data:
         report.notes.append(
             f"train.batch_size={config.train.batch_size} prompts for {mesh.num_data} data-parallel parts: "

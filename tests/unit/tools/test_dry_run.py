@@ -180,7 +180,7 @@ def test_upstreams_files_on_the_devices_they_are_made_for(
             continue
         result = dry_run(report.loaded)
         assert result["problems"] == [], path.name
-        tp = data["actor_config"]["tensor_model_parallel_size"]
+        tp = data["actor_config"]["tensor_model_parallel_size"]  # the file with context parallelism asks for a ring
         assert result["facts"]["Device"]["processes"] == f"dp_shard {devices // tp} x tp {tp} = {devices}"
         ran += 1
     assert ran >= 6
