@@ -352,10 +352,10 @@ def _dry_run(loaded: LoadedConfig[Any], *, resume: bool, as_json: bool) -> None:
     from covey.tools.dry_run import dry_run, print_report
 
     result = dry_run(loaded, resume=resume)
-    if as_json:
-        _print_json(result)
-    else:
+    if not as_json:
         print_report(result)
+    elif os.environ.get("RANK", "0") == "0":
+        _print_json(result)
     if not result["ok"]:
         raise typer.Exit(2)
 
