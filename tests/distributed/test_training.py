@@ -110,7 +110,14 @@ def test_the_same_world_resumes_bit_for_bit(material: Path, together: Path, tmp_
 
 @pytest.mark.parametrize(
     ("source", "world", "layout"),
-    [("together", 1, {}), ("alone", 2, {}), ("together", 2, {"tp": 2}), ("cut", 1, {}), ("cut", 3, {})],
+    [
+        ("together", 1, {}),
+        ("alone", 2, {}),
+        ("together", 2, {"tp": 2}),
+        ("alone", 2, {"cp": 2}),
+        ("cut", 1, {}),
+        ("cut", 3, {}),
+    ],
 )
 def test_another_layout_resumes_to_the_same_weights(
     material: Path, request: pytest.FixtureRequest, tmp_path: Path, source: str, world: int, layout: dict[str, int]

@@ -128,7 +128,11 @@ def cut_layers(
             layer.get_submodule(name).register_forward_pre_hook(_enter_hook(tp), with_kwargs=True)
     if tp.sequence:
         tp.partial.add(f"{names[id(final_norm)]}.weight")
-    final_norm.register_forward_hook(lambda module, args, output: tp.enter(output))
+
+    def make_whole(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return tp.enter(output)
+
+    final_norm.register_forward_hook(make_whole)
 
 
 class RowLinear(nn.Module):
@@ -170,12 +174,11 @@ def _cut(tp: TensorParallel, module: Any, name: str, dim: int, prefix: str) -> N
 
 
 def _enter_hook(tp: TensorParallel) -> Any:
-    def hook(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
             return (tp.enter(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": tp.enter(kwargs["hidden_states"])}
+        hidden: Tensor = kwargs["hidden_states"]
+        return args, {**kwargs, "hidden_states": tp.enter(hidden)}
 
     return hook
 
