@@ -80,7 +80,7 @@ seed: $seed
 """)
 
 
-def run(out: Path, seed: int = 0, *, json: bool = False, sft_steps: int = 450, steps: int = 80) -> dict[str, Any]:
+def run(out: Path, seed: int = 0, *, json: bool = False, sft_steps: int = 450, steps: int = 100) -> dict[str, Any]:
     """Make everything under `out`, train, and return the summary that is also in OUT/summary.json.
 
     An earlier quickstart in `out` is replaced; any other content is a ValueError. json: print no report on stdout.
