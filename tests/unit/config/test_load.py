@@ -71,7 +71,7 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
         "algorithm:\n"
         "  mini_batch_size: 3\n"  # 15
         "rollout:\n"
-        "  engine: vlm\n"  # 17
+        "  top_p: 2\n"  # 17
         "  temperature: 0\n"  # 18
         "seed: 1\n"
         "seed: 2\n"  # 20
@@ -81,7 +81,7 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     assert problems["train.batch_sise"] == ("10", "unknown key; nearest known: train.batch_size")
     assert problems["train.lr"] == ("11", "needs number at least 0")
     assert problems["train.kl_coef"] == ("13", "unknown key; nearest known: algorithm.kl_coef")
-    assert problems["rollout.engine"] == ("17", "needs one of: native, vllm")
+    assert problems["rollout.top_p"] == ("17", "needs number above 0 and at most 1")
     assert problems["seed"][0] == "20"
     assert problems["device"] == ("--set", "needs one of: auto, cpu, cuda, npu")
     assert problems["data.trian"] == ("--set", "unknown key; nearest known: data.train")
