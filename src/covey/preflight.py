@@ -50,8 +50,9 @@ def check_lengths(longest_prompt: int, config: Config, model: Any) -> None:
 
 def warn_changed_config(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Name every setting in which a resumed run differs from the one that wrote the checkpoint."""
-    for key in sorted(flatten(before).keys() | flatten(now).keys()):
-        old, new = flatten(before).get(key), flatten(now).get(key)
+    flat_before, flat_now = flatten(before), flatten(now)
+    for key in sorted(flat_before.keys() | flat_now.keys()):
+        old, new = flat_before.get(key), flat_now.get(key)
         if old != new:
             log.warning("resumed with another %s: %r, was %r", key, new, old)
 

@@ -17,8 +17,8 @@ from covey import preflight
 from covey.config.load import LoadedConfig
 from covey.config.schema import DataConfig, LoggingConfig, SftRunConfig
 from covey.data.dataset import PromptStream
-from covey.data.prompts import PromptSet, build_prompts
-from covey.data.rows import load_rows
+from covey.data.load import load_prompts
+from covey.data.prompts import PromptSet
 from covey.distributed import mesh as meshes
 from covey.loggers import Logger, SilentLogger, open_loggers
 from covey.optim import learning_rate
@@ -82,14 +82,14 @@ def _demonstrations(config: SftRunConfig, parts: Parts) -> PromptSet:
         prompt_type=sft.prompt_type,
         max_prompt_length=sft.max_prompt_length,
     )
-    source = ", ".join(sft.data) if isinstance(sft.data, list) else sft.data
-    prompts = build_prompts(load_rows(sft.data), parts.tokenizer, data, source=source)
+    prompts = load_prompts(sft.data, parts.tokenizer, data)
     if not prompts.stop_token_ids and parts.tokenizer.eos_token_id is None:
         raise ValueError(f"{config.model.path}: the tokenizer has no eos_token, so no demonstration can end; add one")
     fits = [i for i, p in enumerate(prompts) if 0 < len(_encode(p, parts.tokenizer)) < sft.max_response_length]
     if not fits:
         raise ValueError(
-            f"{source}: no demonstration has 1 to {sft.max_response_length - 1} tokens; raise max_response_length"
+            f"{prompts.source}: no demonstration has 1 to {sft.max_response_length - 1} tokens; "
+            "raise sft.max_response_length"
         )
     kept = prompts.select(np.array(fits))
     if len(fits) < len(prompts):

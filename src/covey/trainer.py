@@ -213,12 +213,17 @@ class Run:
             groups = self.engine.generate(prompts, self._sampling(step), on_group=self.scorer.submit)
         with timer("rule_reward"):
             scores = gather_scores(self.scorer.collect(), self.mesh)
+        if self.stream.curriculum is not None:
+            self._record_pass_rates(groups, scores)
+        return groups, scores
+
+    def _record_pass_rates(self, groups: list[Group], scores: Scores) -> None:
+        """Tell the curriculum which share of each group passed."""
         evaluation = self.config.evaluation
         passed = passes(scores, threshold=evaluation.pass_threshold, pass_on=evaluation.pass_on)
         scored = ~np.isnan(scores.total)
         rates = [float(p[s].mean()) if s.any() else None for p, s in zip(passed, scored, strict=True)]
         self.stream.record([group.prompt.uid for group in groups], rates)
-        return groups, scores
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics; kept for the summary."""
