@@ -6,7 +6,6 @@ can fix (ValueError, OSError) are one paragraph on stderr; COVEY_DEBUG=1 shows t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -14,6 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from covey.commands.config import config_app
+from covey.commands.data import data_app, reward_app
+from covey.commands.options import ConfigDirs, File, Json, Overrides, load, print_json, report
 
 if TYPE_CHECKING:
     from covey.config.load import LoadedConfig
@@ -29,23 +32,9 @@ app = typer.Typer(
     epilog="Start with `covey quickstart`. Exit codes: 0 done, 1 a check failed, 2 usage or configuration error, "
     "130 interrupted.",
 )
-config_app = typer.Typer(no_args_is_help=True, help="Show, explain and check configurations.")
 app.add_typer(config_app, name="config")
-data_app = typer.Typer(no_args_is_help=True, help="Look at training data.")
 app.add_typer(data_app, name="data")
-reward_app = typer.Typer(no_args_is_help=True, help="Debug rewards.")
 app.add_typer(reward_app, name="reward")
-
-File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, a YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one value, for example `train.lr=2e-6`; may be repeated."),
-]
-ConfigDirs = Annotated[
-    list[Path] | None,
-    typer.Option("--config-dir", metavar="DIR", help="Where else the files of `defaults` are; may be repeated."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
 def main() -> None:
@@ -84,7 +73,7 @@ def quickstart(
     """Make a small model, teach it by GRPO on this machine, and show that it learned. Needs no network."""
     from covey.tools import quickstart as tool
 
-    _report(tool.run(out, seed, json=as_json), as_json)
+    report(tool.run(out, seed, json=as_json), as_json)
 
 
 @app.command()
@@ -95,7 +84,7 @@ def preprocess(file: File, overrides: Overrides = None, as_json: Json = False) -
     """
     from covey.data import preprocess as tool
 
-    _report(tool.run(file, overrides or [], quiet=as_json), as_json)
+    report(tool.run(file, overrides or [], quiet=as_json), as_json)
 
 
 @app.command()
@@ -117,14 +106,14 @@ def train(
     One device: `covey train run.yaml --set train.steps=20`. Several: `covey launch --nproc 8 run.yaml`. Ctrl-C
     writes a checkpoint and exits with 130; `--resume` goes on from it.
     """
-    loaded, checkpoint = _load(file, overrides, "train", config_dir), _resume(resume, resume_from)
+    loaded, checkpoint = load(file, overrides, "train", config_dir), _resume(resume, resume_from)
     if dry:
         _dry_run(loaded, resume=checkpoint is not None, as_json=as_json)
         return
     from covey import trainer as tool
 
     summary = tool.train(loaded, resume=checkpoint, quiet=as_json)
-    _report(summary, as_json)
+    report(summary, as_json)
     if summary["interrupted"]:
         raise typer.Exit(130)
 
@@ -153,10 +142,10 @@ def sft(file: File, overrides: Overrides = None, as_json: Json = False) -> None:
     `covey sft sft.yaml` writes the model to `OUTPUT/model`; go on with `covey train run.yaml --set
     model.path=OUTPUT/model`.
     """
-    loaded = _load(file, overrides, "sft")
+    loaded = load(file, overrides, "sft")
     from covey import sft as tool
 
-    _report(tool.run(loaded), as_json)
+    report(tool.run(loaded), as_json)
 
 
 @app.command()
@@ -172,10 +161,10 @@ def evaluate(
 
     `covey evaluate run.yaml --model runs/mine/model --set evaluation.num_samples=4`
     """
-    loaded = _load(file, overrides, "train")
+    loaded = load(file, overrides, "train")
     from covey import evaluate as tool
 
-    _report(tool.run(loaded, model=model), as_json)
+    report(tool.run(loaded, model=model), as_json)
 
 
 @app.command()
@@ -195,7 +184,7 @@ def export(
     """
     from covey.tools import export as tool
 
-    _report(tool.run(source, out, dtype=dtype), as_json)
+    report(tool.run(source, out, dtype=dtype), as_json)
 
 
 @app.command()
@@ -217,145 +206,14 @@ def show(
     tool.show(run, step, json=as_json, prompt=prompt, limit=limit)
 
 
-@data_app.command("stats")
-def data_stats(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Output of covey preprocess.", show_default=False)],
-    max_prompt_length: Annotated[
-        int | None,
-        typer.Option("--max-prompt-length", min=1, help="Also the share of prompts longer than this, tokens."),
-    ] = None,
-    max_response_length: Annotated[
-        int | None, typer.Option("--max-response-length", min=1, help="The same for reference responses.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Print row counts and length percentiles of preprocessed data, and what limits would cut."""
-    from covey.data import stats as tool
-
-    limits = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
-    _report(tool.run(file, **limits, quiet=as_json), as_json)
-
-
-@reward_app.command("try")
-def reward_try(
-    file: File,
-    data: Annotated[
-        Path, typer.Option("--data", metavar="ROWS", help="Rows as JSON lines, as in training.", show_default=False)
-    ],
-    responses: Annotated[
-        Path | None,
-        typer.Option("--responses", metavar="R", help='JSON lines of {"response": ...} or {"responses": [...]}.'),
-    ] = None,
-    overrides: Overrides = None,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Rows to score; 0: all.")] = 20,
-    as_json: Json = False,
-) -> None:
-    """Score responses without a model, and show the parts of each score.
-
-    Without responses every row is tried with its own reference answer and with an empty text. Exit code 1 when a
-    reward failed. `covey reward try run.yaml --data rows.jsonl --responses r.jsonl`
-    """
-    from covey.rewards import try_out as tool
-
-    result = tool.run(file, data, responses, overrides=overrides, limit=limit)
-    if as_json:
-        _print_json(result)
-    else:
-        typer.echo(tool.report_text(result), nl=False)
-    if result["counts"]["errors"] or result["counts"]["timeouts"]:
-        raise typer.Exit(1)
-
-
-@config_app.command("show")
-def config_show(file: File, overrides: Overrides = None, config_dir: ConfigDirs = None, as_json: Json = False) -> None:
-    """Print the effective configuration, and after each value where it came from.
-
-    The output is itself a valid configuration: `covey config show run.yaml > full.yaml`.
-    """
-    from covey.config import reference
-
-    loaded = _load(file, overrides, None, config_dir)
-    if as_json:
-        _print_json(reference.effective_dict(loaded))
-    else:
-        typer.echo(reference.effective_yaml(loaded), nl=False)
-
-
-@config_app.command("reference")
-def config_reference(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables: docs/config.md.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Print every key with type, default, unit and meaning."""
-    from covey.config import reference
-
-    if as_json:
-        _print_json(reference.reference_rows())
-    else:
-        typer.echo(reference.reference_markdown() if markdown else reference.reference_text(), nl=False)
-
-
-@config_app.command("check")
-def config_check(file: File, overrides: Overrides = None, config_dir: ConfigDirs = None, as_json: Json = False) -> None:
-    """Say what becomes of every key of a configuration: Covey's, MindSpeed-RL's, verl's or TRL's.
-
-    Exit code 1 when the run cannot start. `covey config check grpo_qwen25_7b_A3.yaml --set model.path=./Qwen2.5-7B`
-    """
-    from covey.config.convert import check_file, report_text
-    from covey.rewards.base import REWARDS
-
-    report = check_file(file, overrides or [], config_dirs=config_dir or [], reward_names=tuple(REWARDS))
-    if as_json:
-        _print_json(report.as_dict())
-    else:
-        typer.echo(report_text(report), nl=False)
-    if report.verdict == "cannot":
-        raise typer.Exit(1)
-
-
-@config_app.command("convert")
-def config_convert(file: File, overrides: Overrides = None, config_dir: ConfigDirs = None) -> None:
-    """Print a MindSpeed-RL, verl or TRL configuration as Covey's, with a comment for every decision.
-
-    `covey config convert grpo_qwen25_7b_A3.yaml > run.yaml`; TRL: the arguments of GRPOConfig as a YAML or JSON map.
-    Exit code 1 when something stands in the way; it is named in the first line.
-    """
-    from covey.config.convert import check_file, converted_yaml
-    from covey.rewards.base import REWARDS
-
-    report = check_file(file, overrides or [], config_dirs=config_dir or [], reward_names=tuple(REWARDS))
-    typer.echo(converted_yaml(report), nl=False)
-    if report.verdict == "cannot":
-        raise typer.Exit(1)
-
-
-def _load(
-    file: Path, overrides: list[str] | None, kind: str | None, config_dirs: list[Path] | None = None
-) -> LoadedConfig[Any]:
-    """Read a file for `kind` of command: "train", "sft", or None for whichever the file is made for.
-
-    Sets the variables of the file's runtime_env, before anything imports torch_npu or vLLM.
-    """
-    from covey.config.convert import load_any
-    from covey.config.schema import Config, SftRunConfig
-    from covey.rewards.base import REWARDS
-
-    schema = {"train": Config, "sft": SftRunConfig}.get(kind or "")
-    loaded = load_any(file, overrides or [], schema=schema, config_dirs=config_dirs or [], reward_names=tuple(REWARDS))
-    os.environ.update(loaded.environment)
-    for note in loaded.notes:
-        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
-    return loaded
-
-
 def _dry_run(loaded: LoadedConfig[Any], *, resume: bool, as_json: bool) -> None:
-    from covey.tools.dry_run import dry_run, print_report
+    from covey.tools.dry_run import dry_run
 
     result = dry_run(loaded, resume=resume)
     if not as_json:
         print_report(result)
     elif os.environ.get("RANK", "0") == "0":
-        _print_json(result)
+        print_json(result)
     if not result["ok"]:
         raise typer.Exit(2)
 
@@ -366,16 +224,6 @@ def _resume(last: bool, directory: Path | None) -> bool | str | None:
     if directory is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return "auto"  # torchrun started the processes again after a failure
     return str(directory) if directory is not None else (last or None)
-
-
-def _report(summary: dict[str, Any], as_json: bool) -> None:
-    """Commands print their own progress; with --json the summary is all that stdout gets."""
-    if as_json:
-        _print_json(summary)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def _print_error(error: ValueError | OSError) -> None:

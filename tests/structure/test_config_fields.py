@@ -10,7 +10,10 @@ from covey.config import schema
 
 SOURCE = Path(__file__).parents[2] / "src" / "covey"
 # Files that handle every field alike do not count as readers.
-GENERIC = {SOURCE / "config" / file for file in ("schema.py", "load.py", "fields.py", "reference.py", "yaml_tree.py")}
+GENERIC = {
+    SOURCE / "config" / file
+    for file in ("schema.py", "algorithm.py", "load.py", "fields.py", "reference.py", "yaml_tree.py")
+}
 
 
 def words(path: Path) -> tuple[set[str], set[str]]:

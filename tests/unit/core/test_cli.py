@@ -114,7 +114,7 @@ def test_interruption_is_exit_code_130(tmp_path: Path, monkeypatch: pytest.Monke
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", interrupt)
+    monkeypatch.setattr(cli, "load", interrupt)
     assert _main(monkeypatch, "train", tmp_path / "run.yaml") == 130
 
 
