@@ -207,7 +207,7 @@ def show(
 
 
 def _dry_run(loaded: LoadedConfig[Any], *, resume: bool, as_json: bool) -> None:
-    from covey.tools.dry_run import dry_run
+    from covey.tools.dry_run import dry_run, print_report
 
     result = dry_run(loaded, resume=resume)
     if not as_json:
