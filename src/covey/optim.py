@@ -6,6 +6,7 @@ step of lr 1e-6 is below the spacing of bfloat16 numbers and would otherwise be 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -81,6 +82,15 @@ class Optimizer:
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 if parameter.dtype != torch.float32:
                     local_tensor(parameter).copy_(master)
+
+    def checksum(self) -> str:
+        """16 hex digits of this process's masters: their bits, summed tensor by tensor on the device.
+
+        One read of the weights; equal weights give equal text on every device, and a changed bit another one.
+        """
+        sums = [master.detach().contiguous().view(torch.int32).sum(dtype=torch.int64) for master in self.masters]
+        host = torch.stack(sums).cpu().numpy() if sums else b""
+        return hashlib.sha256(host).hexdigest()[:16]
 
     def moments(self) -> list[dict[str, Tensor]]:
         """AdamW's two moments of each parameter, live."""

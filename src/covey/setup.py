@@ -22,7 +22,7 @@ from covey.models.load import check_vocabulary, load_model, load_tokenizer, stop
 from covey.optim import Optimizer
 from covey.policy import ForwardLimits, Policy
 from covey.rewards.runner import Scorer
-from covey.rollout.engine import RolloutEngine
+from covey.rollout.engine import RolloutEngine, Sampling
 from covey.rollout.native import NativeEngine
 from covey.rollout.reward_model import local_rewards
 from covey.rollout.shared import SharedEngine
@@ -162,6 +162,26 @@ def stop_token_ids(config: Config, parts: Parts, prompts: Prompts) -> list[int]:
     """Ids that end a response: the model's, the tokenizer's, the template's, the settings'."""
     extra = [*config.rollout.stop_token_ids, *prompts.train.stop_token_ids]
     return stop_ids(parts.policy.model, parts.tokenizer, extra=extra)
+
+
+def sampling_of(config: Config, step: int) -> Sampling:
+    """How the responses of a training step are sampled."""
+    rollout = config.rollout
+    return Sampling(
+        num_samples=rollout.num_samples,
+        max_response_length=rollout.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        seed=config.seed,
+        step=step,
+    )
+
+
+def made_on(parts: Parts) -> dict[str, str]:
+    """What the bits of this process's results depend on besides configuration and data."""
+    return parts.device.describe() | {"processes": str(parts.mesh.world)}
 
 
 def make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine:

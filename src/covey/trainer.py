@@ -1,4 +1,4 @@
-"""The training run: set-up, THE LOOP, and what is written down. Read `Run.step` first.
+"""The training run: set-up, THE LOOP, and what is written down. Read `Run.step` first, then `Learner.learn`.
 
 One step: P prompts, G responses each, rewards, advantages, the update, the engine's new weights, records, metrics.
 """
@@ -25,18 +25,17 @@ from covey.algorithm.losses import find_loss
 from covey.checkpoint import Checkpoints, Keep
 from covey.config.load import LoadedConfig
 from covey.config.schema import Config
-from covey.credit import ADVANTAGE_NAMES, advantages_of
+from covey.credit import ADVANTAGE_NAMES
 from covey.data.dataset import PromptStream
 from covey.distributed import mesh as meshes
 from covey.distributed.collectives import any_true, max_dicts
 from covey.evaluate import evaluate, passes
+from covey.learner import Learner
 from covey.loggers import Logger, SilentLogger, open_loggers
 from covey.metrics import summarize
-from covey.optim import learning_rate
 from covey.rewards.scores import Scores
 from covey.rollout.dynamic import sample_groups
-from covey.rollout.engine import Sampling
-from covey.rollout.records import write_records
+from covey.rollout.records import Trained, write_records
 from covey.rollout.shared import gather_scores
 from covey.setup import (
     Parts,
@@ -45,9 +44,11 @@ from covey.setup import (
     load_parts,
     load_prompts,
     load_reference,
+    made_on,
     make_engine,
     make_optimizer,
     make_scorer,
+    sampling_of,
     stop_token_ids,
 )
 from covey.types import Group, StepBatch
@@ -103,6 +104,7 @@ class Run:
         self.engine = make_engine(config, self.parts, self.prompts)
         self.ref = load_reference(config, self.parts) if config.algorithm.kl_coef else None
         self.optimizer = make_optimizer(self.parts, config.train)
+        self.learner = Learner(config, self.policy, self.ref, self.scorer, self.optimizer)
         keep = Keep(last=config.checkpoint.keep_last, every=config.checkpoint.keep_every, best=config.checkpoint.best)
         self.checkpoints = Checkpoints(
             self.output / "checkpoints", self.mesh, keep=keep, background=config.checkpoint.background
@@ -114,8 +116,6 @@ class Run:
             shuffle=config.data.shuffle,
             curriculum=config.data.curriculum,
         )
-        mini = config.algorithm.mini_batch_size or config.train.batch_size
-        self.total_optimizer_steps = config.train.steps * config.algorithm.epochs * (config.train.batch_size // mini)
         self.done = 0  # finished steps
         self.saved = -1  # step of the newest checkpoint
         self.evaluations: dict[int, dict[str, float]] = {}
@@ -157,35 +157,12 @@ class Run:
         """One rollout and its update; returns the step's metrics."""
         config, algorithm, timer = self.config, self.config.algorithm, _Timer(self.parts.device.synchronize)
         groups, scores, rounds = sample_groups(lambda: self._rollout(step, timer), max_rounds=algorithm.max_rounds)
-        batch = StepBatch(groups, self.scorer.normalize(scores), np.zeros(scores.total.shape))
-        with timer("old_log_p"):
-            if algorithm.kl_in_reward or self.policy.needs_old_logprobs(algorithm, len(groups)):
-                batch.old_logprobs = self.policy.logprobs(groups)
-        with timer("reference_model"):
-            if self.ref is not None:
-                batch.ref_logprobs = self.ref.logprobs(groups)
-        with timer("adv"):
-            batch.advantages = advantages_of(
-                batch,
-                algorithm,
-                parts=scores.parts,
-                weights=scores.weights,
-                kl_coef=self.policy.current_kl_coef(algorithm),
-                max_response_length=config.rollout.max_response_length,
-            )
-        with timer("update"):
-            stats = self.policy.update(
-                batch,
-                algorithm,
-                optimizer=self.optimizer,
-                lr=lambda i: learning_rate(i, config.train, self.total_optimizer_steps),
-                max_response_length=config.rollout.max_response_length,
-            )
+        batch, stats = self.learner.learn(groups, scores, timer)
         with timer("sync"):
             self.engine.load_weights(self.policy.weights(), version=self.policy.optimizer_steps)
         timings = max_dicts(timer.finish(), self.mesh.world_group, what="timings of the step")
         if config.logging.records and self.mesh.is_main:
-            write_records(self.output, step, groups, scores.total, scores.parts, batch.advantages)
+            self._record(step, scores, batch)
         update = (
             stats.values
             | rounds
@@ -206,11 +183,25 @@ class Run:
             world_size=self.mesh.world,
         )
 
+    def _record(self, step: int, scores: Scores, batch: StepBatch) -> None:
+        """Write what the step was trained on, and what a replay compares with."""
+        old, ref = batch.old_logprobs, batch.ref_logprobs
+        trained = Trained(
+            weights=scores.weights,
+            tasks=scores.tasks,
+            ranges=scores.ranges,
+            old_logprobs=None if old is None else old.cpu().numpy(),
+            ref_logprobs=None if ref is None else ref.cpu().numpy(),
+            checksum=self.optimizer.checksum() if self.mesh.world == 1 else "",  # this rank has pieces only
+            made_on=made_on(self.parts),
+        )
+        write_records(self.output, step, batch.groups, scores.total, scores.parts, batch.advantages, trained=trained)
+
     def _rollout(self, step: int, timer: _Timer) -> tuple[list[Group], Scores]:
         """The next prompts, sampled and scored; the same on every rank."""
         prompts = self.stream.next_batch()
         with timer("rollout"):
-            groups = self.engine.generate(prompts, self._sampling(step), on_group=self.scorer.submit)
+            groups = self.engine.generate(prompts, sampling_of(self.config, step), on_group=self.scorer.submit)
         with timer("rule_reward"):
             scores = gather_scores(self.scorer.collect(), self.mesh)
         if self.stream.curriculum is not None:
@@ -286,19 +277,6 @@ class Run:
         """Release files and workers."""
         self.logger.close()
         self.scorer.close()
-
-    def _sampling(self, step: int) -> Sampling:
-        rollout = self.config.rollout
-        return Sampling(
-            num_samples=rollout.num_samples,
-            max_response_length=rollout.max_response_length,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            seed=self.config.seed,
-            step=step,
-        )
 
     def _evaluates(self, step: int) -> bool:
         every = self.config.evaluation.every

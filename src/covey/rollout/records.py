@@ -1,8 +1,11 @@
 """A step's rollouts on disk: OUTPUT/rollouts/step-000012.parquet, one row a response, written as a whole or not at all.
 
-Everything that replaying the step needs is read back exactly: ids, log-probabilities, sizes of the kept sets, scores,
-advantages (NaN included), policy versions. The prompt's row is kept as JSON; of values that JSON has no word for,
-numpy's become numbers and lists, others (dates, bytes) their text. Not here: weights and optimizer (checkpoint.py).
+Everything that replaying the step needs (tools/replay.py) is read back exactly: ids, log-probabilities, sizes of the
+kept sets, scores and how they were weighed, advantages (NaN included), policy versions, a checksum of the weights
+after the update. The prompt's row is kept as JSON; of values that JSON has no word for, numpy's become numbers and
+lists, others (dates, bytes) their text. Not here: weights and optimizer (checkpoint.py).
+
+Format 2 added `Trained`; files of format 1 are read without it.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ import pyarrow.parquet as pq
 
 from covey.types import Group, Prompt, Response
 
-_FORMAT = 1
+_FORMAT = 2
+_READABLE = (b"1", b"2")
 _SCORE = "score/"  # + name of a reward function
+_WEIGHT = "weight/"  # the same
 _SCHEMA = pa.schema(
     [
         ("prompt", pa.int32()),  # 0 .. P-1
@@ -41,6 +46,31 @@ _SCHEMA = pa.schema(
         ("advantage", pa.float64()),
     ]
 )
+_TRAINED = pa.schema(
+    [
+        ("task", pa.string()),
+        ("range_low", pa.float64()),
+        ("range_high", pa.float64()),
+        ("old_logprobs", pa.list_(pa.float32())),
+        ("ref_logprobs", pa.list_(pa.float32())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a step's scores became an update, besides what `Records` holds: what a replay starts from or compares with.
+
+    Example of made_on: {"device": "cpu (Xeon)", "dtype": "float32", "torch": "2.8.0", "threads": "8", "processes": "1"}
+    """
+
+    weights: dict[str, np.ndarray]  # reward function -> (P,) its weight; 0: not for this row
+    tasks: list[str]  # (P,) task of each row; "" without one
+    ranges: list[tuple[float, float]]  # (P,) lowest and highest possible reward
+    old_logprobs: np.ndarray | None  # (N,) fp32; None: not needed, equal to the current ones
+    ref_logprobs: np.ndarray | None  # (N,) fp32; None: no reference
+    checksum: str  # of the weights after the update (`Optimizer.checksum`)
+    made_on: dict[str, str]  # device, numbers, versions and processes: what equal bits depend on
 
 
 @dataclass
@@ -52,6 +82,7 @@ class Records:
     rewards: np.ndarray  # total reward; NaN: not scored
     parts: dict[str, np.ndarray]  # reward function -> its scores before the weight; NaN: not scored by it
     advantages: np.ndarray
+    trained: Trained | None = None  # None: an evaluation, or a file of format 1
 
 
 def records_path(output_dir: str | Path, step: int) -> Path:
@@ -72,6 +103,8 @@ def write_records(
     rewards: np.ndarray,  # (P, G)
     parts: Mapping[str, np.ndarray],  # each (P, G)
     advantages: np.ndarray,  # (P, G)
+    *,
+    trained: Trained | None = None,
 ) -> Path:
     """Write a step's file, replacing an older one; an OSError leaves no partial file behind."""
     rows: list[dict[str, Any]] = []
@@ -90,7 +123,11 @@ def write_records(
     schema = _SCHEMA
     for name in parts:
         schema = schema.append(pa.field(_SCORE + name, pa.float64()))
-    table = pa.Table.from_pylist(rows, schema.with_metadata({"covey_format": str(_FORMAT), "covey_step": str(step)}))
+    metadata = {"covey_format": str(_FORMAT), "covey_step": str(step)}
+    if trained is not None:
+        schema = _add_trained(rows, schema, trained)
+        metadata |= {"covey_checksum": trained.checksum, "covey_made_on": json.dumps(trained.made_on)}
+    table = pa.Table.from_pylist(rows, schema.with_metadata(metadata))
     path = records_path(output_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -111,10 +148,10 @@ def read_records(path: str | Path) -> Records:
             f"{path}: not a readable parquet file ({error}); records are written by `covey train`"
         ) from error
     metadata = table.schema.metadata or {}
-    if metadata.get(b"covey_format") != str(_FORMAT).encode():
+    if metadata.get(b"covey_format") not in _READABLE:
         found = metadata.get(b"covey_format", b"none").decode()
         raise ValueError(
-            f"{path}: record format {found}, this version of covey reads {_FORMAT}; use the version that wrote it"
+            f"{path}: record format {found}, this version of covey reads up to {_FORMAT}; use the version that wrote it"
         )
     rows = table.to_pylist()
     parts = [name for name in table.column_names if name.startswith(_SCORE)]
@@ -148,6 +185,43 @@ def read_records(path: str | Path) -> Records:
         rewards=column("reward"),
         parts={name.removeprefix(_SCORE): column(name) for name in parts},
         advantages=column("advantage"),
+        trained=_read_trained(rows, metadata) if b"covey_checksum" in metadata else None,
+    )
+
+
+def _add_trained(rows: list[dict[str, Any]], schema: pa.Schema, trained: Trained) -> pa.Schema:
+    """Put the columns of `trained` into `rows`, one a response in canonical order; returns the longer schema."""
+    start = 0
+    for row in rows:
+        p, end = row["prompt"], start + len(row["response_ids"])
+        row["task"], (row["range_low"], row["range_high"]) = trained.tasks[p], trained.ranges[p]
+        row |= {_WEIGHT + name: float(weights[p]) for name, weights in trained.weights.items()}
+        for name in ("old_logprobs", "ref_logprobs"):
+            values: np.ndarray | None = getattr(trained, name)
+            row[name] = None if values is None else values[start:end]
+        start = end
+    for field in (*_TRAINED, *(pa.field(_WEIGHT + name, pa.float64()) for name in trained.weights)):
+        schema = schema.append(field)
+    return schema
+
+
+def _read_trained(rows: list[dict[str, Any]], metadata: Mapping[bytes, bytes]) -> Trained:
+    firsts = [row for row in rows if row["sample"] == 0]
+    weights = [name for name in (rows[0] if rows else {}) if name.startswith(_WEIGHT)]
+
+    def tokens(name: str) -> np.ndarray | None:
+        if not rows or rows[0][name] is None:
+            return None
+        return np.array([value for row in rows for value in row[name]], dtype=np.float32)
+
+    return Trained(
+        weights={name.removeprefix(_WEIGHT): np.array([row[name] for row in firsts]) for name in weights},
+        tasks=[row["task"] for row in firsts],
+        ranges=[(row["range_low"], row["range_high"]) for row in firsts],
+        old_logprobs=tokens("old_logprobs"),
+        ref_logprobs=tokens("ref_logprobs"),
+        checksum=metadata[b"covey_checksum"].decode(),
+        made_on=json.loads(metadata[b"covey_made_on"]),
     )
 
 

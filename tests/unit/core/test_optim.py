@@ -79,3 +79,15 @@ def test_small_steps_survive_in_bfloat16() -> None:
 def test_learning_rate(settings: dict, expected: list[float]) -> None:
     config = TrainConfig(lr=1.0, **settings)
     assert [learning_rate(i, config, 10) for i in range(10)] == pytest.approx(expected)
+
+
+def test_the_checksum_tells_apart_one_flipped_bit_and_nothing_else() -> None:
+    def made(last: float) -> Optimizer:
+        weights = [torch.tensor([[1.0, -2.0], [0.5, last]]), torch.tensor([3.0])]
+        return Optimizer([w.requires_grad_() for w in weights], TrainConfig())
+
+    first = made(4.0).checksum()
+    assert first == made(4.0).checksum() and len(first) == 16
+    assert first != made(math.nextafter(4.0, 5.0) + 2**-21).checksum()  # fp32's next number above 4
+    transposed = Optimizer([torch.tensor([3.0]).requires_grad_()], TrainConfig())
+    assert transposed.checksum() != first

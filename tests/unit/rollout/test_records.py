@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from covey.rollout.records import read_records, recorded_steps, records_path, write_records
+from covey.rollout.records import Trained, read_records, recorded_steps, records_path, write_records
 from covey.types import Group, Prompt, Response
 
 NAN = math.nan
@@ -53,6 +53,49 @@ def test_step_is_read_back_exactly(tmp_path: Path):
     assert list(records.parts) == ["math", "a.py:fn"]
     for name, values in step["parts"].items():
         np.testing.assert_array_equal(records.parts[name], values)
+
+
+def trained() -> Trained:
+    return Trained(
+        weights={"math": np.array([1.0, 0.5]), "a.py:fn": np.array([0.0, -2.0])},
+        tasks=["math é 数", ""],
+        ranges=[(0.0, 1.0), (-2.0, 0.5)],
+        old_logprobs=np.array([-0.1, -1e-9, -2.7182818, -0.5, -math.inf, -1 / 3], dtype=np.float32),
+        ref_logprobs=None,
+        checksum="0123456789abcdef",
+        made_on={"device": "cpu", "processes": "1"},
+    )
+
+
+def test_what_the_update_added_is_read_back_exactly(tmp_path: Path):
+    wanted = trained()
+    found = read_records(write_records(tmp_path, 12, **step_of_two_groups(), trained=wanted)).trained
+    assert found is not None and wanted.old_logprobs is not None
+    for name, values in wanted.weights.items():
+        np.testing.assert_array_equal(found.weights[name], values)
+    assert found.old_logprobs is not None and found.old_logprobs.dtype == np.float32
+    np.testing.assert_array_equal(found.old_logprobs, wanted.old_logprobs)
+    assert found.ref_logprobs is None
+    for name in ("tasks", "ranges", "checksum", "made_on"):
+        assert getattr(found, name) == getattr(wanted, name), name
+
+
+def test_a_file_of_the_first_format_is_still_read(tmp_path: Path):
+    """It lacks what the update added, and nothing else."""
+    step = step_of_two_groups()
+    path = write_records(tmp_path, 12, **step)
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"covey_format": "1", "covey_step": "12"}), path)
+    records = read_records(path)
+    assert records.groups == step["groups"] and records.trained is None
+
+
+def test_a_newer_format_is_refused(tmp_path: Path):
+    path = write_records(tmp_path, 12, **step_of_two_groups())
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"covey_format": "3", "covey_step": "12"}), path)
+    with pytest.raises(ValueError, match="record format 3, this version of covey reads up to 2"):
+        read_records(path)
 
 
 def test_row_values_outside_json_become_text_or_numbers(tmp_path: Path):
