@@ -26,6 +26,11 @@ class Device:
     communication: str  # back end of torch.distributed
     attention: str  # kernel of packed attention
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal inputs give equal bits; elsewhere kernels add in an order that varies (index_add)."""
+        return self.kind == "cpu"
+
     def synchronize(self) -> None:
         """Wait until queued work is done; nothing to wait for on cpu."""
         if self.kind != "cpu":

@@ -94,6 +94,18 @@ def load_parts(
     return Parts(device, tokenizer, policy, mesh)
 
 
+def load_run_parts(config: Config) -> Parts:
+    """`load_parts` of a training run."""
+    return load_parts(
+        config.model,
+        config.train,
+        config.parallel,
+        kind=config.device,
+        temperature=config.rollout.temperature,
+        sampling_consistent=config.algorithm.sampling_consistent,
+    )
+
+
 def make_optimizer(parts: Parts, train: TrainConfig) -> Optimizer:
     """AdamW over the policy's weights, or over this rank's pieces of them."""
     parameters = [p for p in parts.policy.model.parameters() if p.requires_grad]

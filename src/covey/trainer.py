@@ -41,9 +41,9 @@ from covey.setup import (
     Parts,
     Prompts,
     check_tasks,
-    load_parts,
     load_prompts,
     load_reference,
+    load_run_parts,
     made_on,
     make_engine,
     make_optimizer,
@@ -87,14 +87,7 @@ class Run:
             preflight.check_output_dir(self.output, resume)
         find_loss(config.algorithm.loss)
         preflight.check_name("algorithm.advantage", config.algorithm.advantage, ADVANTAGE_NAMES)
-        self.parts: Parts = load_parts(
-            config.model,
-            config.train,
-            config.parallel,
-            kind=config.device,
-            temperature=config.rollout.temperature,
-            sampling_consistent=config.algorithm.sampling_consistent,
-        )
+        self.parts: Parts = load_run_parts(config)
         self.scorer = make_scorer(config, self.parts)
         self.mesh = self.parts.mesh
         self.policy = self.parts.policy
