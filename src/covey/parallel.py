@@ -1,4 +1,4 @@
-"""The trained model over all ranks of a mesh: cut by tensor parallelism, then sharded, and used as if it were whole.
+"""The trained model over all ranks of a mesh: cut by tensor parallelism, split into stages, sharded, used as if whole.
 
 This file joins `models` (what a family's matrices mean) and `distributed` (how they are cut). On one process it adds
 nothing: the model is run and differentiated as it is.
@@ -7,7 +7,7 @@ nothing: the model is run and differentiated as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.distributed.collectives import wait_for_all
-from covey.distributed.context_parallel import HeadExchange, combine
+from covey.distributed.collectives import send_to_all, wait_for_all
 from covey.distributed.fsdp import Sharding, full_tensor
 from covey.distributed.gradients import GradientNorm
 from covey.distributed.mesh import Mesh
 from covey.distributed.pieces import Cut
+from covey.distributed.pipeline import Pipeline
+from covey.distributed.pipeline_order import layers_of_chunks
 from covey.distributed.tensor_parallel import TensorParallel, cut_layers, whole_tensor
 from covey.distributed.vocabulary import CutHead, cut_logprobs, cut_vocabulary
+from covey.models.adapters import has_adapter, is_adapter_weight, merged_weights, plain_name, save_adapter
 from covey.models.architectures import architecture, layers_of
 from covey.models.attention import PackedPlan
 from covey.models.load import export_model
-from covey.models.packing import pad_batch
 from covey.models.scoring import ScoringModel
-from covey.types import PackedBatch, Segment
+from covey.models.stages import Stage
+from covey.passes import Passes, StagePart
+from covey.types import Segment
 
 
 class ParallelModel:
@@ -44,8 +47,13 @@ class ParallelModel:
         mesh: Mesh,
         compute_dtype: torch.dtype,
         sequence_parallel: bool = False,
+        pp_chunks: int = 1,
+        pp_layers: Sequence[int] | None = None,
     ) -> None:
-        """Cut and shard `model` in place; ValueError when its sizes do not allow the tensor-parallel degree."""
+        """Cut, split and shard `model` in place; ValueError when its sizes do not allow the degrees.
+
+        pp_chunks, pp_layers: pieces of the layers on each pipeline rank, and how many layers each piece has.
+        """
         self.model = model
         self.mesh = mesh
         self.compute_dtype = compute_dtype
@@ -55,60 +63,37 @@ class ParallelModel:
             check_heads(model, mesh.tp, mesh.cp)
         if mesh.tp > 1:
             self._tp = _cut_model(model, mesh, sequence_parallel=sequence_parallel)
+        self._part: StagePart | None = None
+        if mesh.pp > 1:
+            chunks = layers_of_chunks(len(layers_of(model)), mesh.pp, pp_chunks, pp_layers)
+            stage = Stage(model, chunks, rank=mesh.pp_rank, num_ranks=mesh.pp)
+            width = model.config.get_text_config().hidden_size
+            pipeline = Pipeline(mesh, chunks_per_rank=pp_chunks, width=width, dtype=compute_dtype, device=device)
+            self._part = StagePart(stage, pipeline)
         self._scoring = ScoringModel(
             model,
             temperature=temperature,
             logits_chunk_bytes=logits_chunk_bytes,
             whole=mesh.world == 1,
             head=None if self._tp is None else _cut_head(model, self._tp),
+            stage=None if self._part is None else self._part.stage,
         )
         self._sharding: Sharding | None = None
         if mesh.world > 1:
-            self._sharding = Sharding(self._scoring, layers_of(model), mesh, compute_dtype=compute_dtype)
+            layers = layers_of(model) if self._part is None else self._part.stage.layers()
+            self._sharding = Sharding(self._scoring, layers, mesh, compute_dtype=compute_dtype)
             self._run_once()
+        passes = Passes(self._scoring, mesh, tp=self._tp, sharding=self._sharding, part=self._part, device=device)
+        self.score, self.accumulate = passes.score, passes.accumulate
 
     @property
     def cuts(self) -> dict[str, Cut]:
         """How tensor parallelism cut the parameters, by name."""
         return {} if self._tp is None else self._tp.cuts
 
-    def forward(self, batch: PackedBatch, *, as_sampled: bool = False) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of a micro-batch's response tokens, both (n,) fp32, differentiable.
-
-        as_sampled: renormalised over the tokens that the sampler's filters kept.
-        """
-        if as_sampled and self._tp is not None:
-            raise ValueError("algorithm.sampling_consistent needs whole logits: set parallel.tp to 1")
-        cuts_tokens = self._tp.size if self._tp is not None and self._tp.sequence else 1
-        batch = pad_batch(batch, cuts_tokens * self.mesh.cp)
-        plan = PackedPlan(batch.segments, self._device)
-        num_kept = batch.num_kept if as_sampled else None
-        if self.mesh.cp > 1:
-            return self._forward_part(batch, plan, num_kept)
-        return self._scoring(batch.input_ids, batch.position_ids, plan, batch.target_rows, batch.target_ids, num_kept)
-
-    def _forward_part(self, batch: PackedBatch, plan: PackedPlan, num_kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`forward` of this context-parallel rank's share of the tokens, and the results of all of them."""
-        group, share = self.mesh.cp_group, batch.num_tokens // self.mesh.cp
-        mine = slice(self.mesh.cp_rank * share, (self.mesh.cp_rank + 1) * share)
-        index = ((batch.target_rows >= mine.start) & (batch.target_rows < mine.stop)).nonzero().squeeze(1)
-        logprobs, entropy = self._scoring(
-            batch.input_ids[mine],
-            batch.position_ids[mine],
-            HeadExchange(plan, group),
-            batch.target_rows[index] - mine.start,
-            batch.target_ids[index],
-            None if num_kept is None else num_kept[index],
-        )
-        total = len(batch.target_rows)
-        return combine(logprobs, index, total, group), combine(entropy, index, total, group)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the loss's gradient; it is summed over data-parallel ranks once, with the `last` micro-batch."""
-        if self._sharding is not None:
-            self._sharding.sync_gradients(last)
-            loss = loss * self._sharding.loss_scale
-        loss.backward()
+    def move(self, device: torch.device) -> None:
+        """Move this rank's weights to another memory; they must be back on the mesh's device when the model runs."""
+        self._scoring.to(device)
 
     def release(self) -> None:
         """Free gathered weights after forwards without backward."""
@@ -117,20 +102,24 @@ class ParallelModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, this rank (with its tensor-parallel ranks) runs the model without the others."""
-        if self._sharding is None:
+        """Inside, this rank (with its tensor-parallel ranks) runs the model without the others.
+
+        Memory: the whole model in the compute dtype, divided by the tensor-parallel degree only.
+        """
+        with ExitStack() as stack:
+            if self._sharding is not None:
+                stack.enter_context(self._sharding.gathered())
+            if self._tp is not None:
+                stack.enter_context(self._tp.whole_sequences())
+            if self._part is not None:
+                stack.enter_context(self._part.stage.whole(self._weights_of_stages(self._part.stage)))
             yield
-        elif self._tp is None:
-            with self._sharding.gathered():
-                yield
-        else:
-            with self._sharding.gathered(), self._tp.whole_sequences():
-                yield
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor | None]], Tensor]:
         """The norm of the whole gradient, for an optimizer over `parameters` of the model."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return GradientNorm(self.mesh, [names[id(p)] for p in parameters], device=self._device, tp=self._tp)
+        tied = set() if self._part is None else self._part.stage.tied
+        return GradientNorm(self.mesh, [names[id(p)] for p in parameters], device=self._device, tp=self._tp, tied=tied)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of the parameter `name`, or of its gradient, from every rank's part."""
@@ -138,30 +127,75 @@ class ParallelModel:
         return whole_tensor(full_tensor(tensor), self.cuts.get(name), group)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Named weights as Hugging Face spells them, whole; sharded ones are gathered one by one."""
-        for name, tensor in self.model.state_dict().items():
-            yield name, self.whole(name, tensor)
+        """Named weights as Hugging Face spells them, whole, an adapter merged; sharded ones are gathered one by one."""
+        return merged_weights(self.model, self._whole_weights(lambda name: True))
+
+    def _whole_weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """The weights of wanted names as the model has them, whole, in the order of its state dict."""
+        own = self.model.state_dict()
+        if self._part is None:
+            for name, tensor in own.items():
+                if wanted(name):
+                    yield name, self.whole(name, tensor)
+            return
+        for name, weight in self._part.stage.weights.items():
+            if not wanted(name):
+                continue
+            if self.mesh.pp_rank == weight.owner:
+                tensor = self.whole(name, own[name]).contiguous()
+            else:
+                shape = list(weight.shape)
+                if name in self.cuts:
+                    shape[self.cuts[name].dim] = self.cuts[name].total
+                tensor = torch.empty(shape, dtype=weight.dtype, device=self._device)
+            yield name, send_to_all(tensor, weight.owner, self.mesh.pp_group, what=f"weight {name}")
 
     def export(self, tokenizer: Any, directory: Path) -> None:
-        """Write the model as a Hugging Face directory, on the first rank."""
-        if self._sharding is None:
+        """Write the model, an adapter merged into it, as a Hugging Face directory, on the first rank."""
+        if self._sharding is None and not has_adapter(self.model):
             export_model(self.model, tokenizer, directory)
             return
-        once = {name for name, _ in self.model.named_parameters()}  # a tied weight under one of its names
+        # A tied weight under one of its names.
+        names = dict(self.model.named_parameters()) if self._part is None else self._part.stage.parameters
+        once = {plain_name(name) for name in names}
         weights: dict[str, Tensor] = {}
         for name, tensor in self.weights():
             if self.mesh.is_main and name in once:
                 weights[name] = tensor.to("cpu", self.compute_dtype)
         if self.mesh.is_main:
-            export_model(self.model, tokenizer, directory, weights=weights, dtype=self.compute_dtype)
+            with nullcontext() if self._part is None else self._part.stage.whole({}):
+                export_model(self.model, tokenizer, directory, weights=weights, dtype=self.compute_dtype)
         wait_for_all(self.mesh.world_group, what="export of the model")
+
+    def export_adapter(self, directory: Path) -> None:
+        """Write the model's adapter as peft reads it, on the first rank."""
+        own = self._whole_weights(is_adapter_weight)
+        weights = {name: tensor.to("cpu", self.compute_dtype) for name, tensor in own}
+        if self.mesh.is_main:
+            save_adapter(self.model, weights, directory)
+        wait_for_all(self.mesh.world_group, what="export of the adapter")
+
+    def _weights_of_stages(self, stage: Stage) -> dict[str, Tensor]:
+        """Every weight, from the rank that has it; inside `Sharding.gathered`."""
+        own = dict(self.model.named_parameters())
+        found = {}
+        for name, weight in stage.parameters.items():
+            if self.mesh.pp_rank == weight.owner:
+                tensor = own[name].detach()
+            else:
+                tensor = torch.empty(weight.shape, dtype=self.compute_dtype, device=self._device)
+            found[name] = send_to_all(tensor, weight.owner, self.mesh.pp_group, what=f"weight {name}")
+        return found
 
     def _run_once(self) -> None:
         """FSDP2 takes the first module that runs for the root: let it be the real one, not a layer in a rollout."""
         tokens = torch.zeros(self.mesh.tp, dtype=torch.int64, device=self._device)
         plan = PackedPlan([Segment(0, self.mesh.tp, None)], self._device)
+        hidden, chunk = None, self.mesh.pp_rank
+        if self._part is not None and chunk > 0:
+            hidden = self._part.pipeline.buffer(self.mesh.tp).zero_()
         with torch.no_grad():
-            self._scoring(tokens, tokens, plan, tokens[:1], tokens[:1])
+            self._scoring(tokens, tokens, plan, tokens[:1], tokens[:1], hidden=hidden, chunk=chunk)
         self.release()
 
 

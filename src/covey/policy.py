@@ -7,7 +7,7 @@ does not change the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -18,14 +18,13 @@ from torch import Tensor
 
 from covey.algorithm.aggregation import token_weights
 from covey.algorithm.correction import high_entropy_tokens
-from covey.algorithm.kl import KlController
-from covey.algorithm.losses import LossOptions, find_loss
 from covey.algorithm.objective import Objective, Tokens, token_objective
-from covey.config.schema import AlgorithmConfig
+from covey.config.schema import AlgorithmConfig, DistillationConfig
 from covey.distributed.collectives import sum_tensor
 from covey.distributed.mesh import Mesh
 from covey.models.packing import pack, response_lengths
 from covey.parallel import ParallelModel
+from covey.steering import Steering
 from covey.totals import UpdateTotals
 from covey.types import Group, PackedBatch, StepBatch, StepStats
 
@@ -56,6 +55,8 @@ class Policy:
         compute_dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
         sampling_consistent: bool = False,
+        pp_chunks: int = 1,
+        pp_layers: Sequence[int] | None = None,
     ) -> None:
         """mesh: the ranks that share the model, which is then cut and sharded in place (parallel.py).
 
@@ -67,7 +68,7 @@ class Policy:
         self.limits = limits
         self.sampling_consistent = sampling_consistent
         self.optimizer_steps = 0
-        self.kl_coef: float | None = None  # as kl_target has steered it; None: the configured one
+        self.steering = Steering()  # of the KL and entropy coefficients
         self.mesh = mesh or Mesh()
         self.parallel = ParallelModel(
             model,
@@ -77,11 +78,13 @@ class Policy:
             mesh=self.mesh,
             compute_dtype=compute_dtype,
             sequence_parallel=sequence_parallel,
+            pp_chunks=pp_chunks,
+            pp_layers=pp_layers,
         )
-        self.forward = partial(self.parallel.forward, as_sampled=sampling_consistent)
         self.gathered = self.parallel.gathered
         self.weights = self.parallel.weights
         self.export = self.parallel.export
+        self.export_adapter = self.parallel.export_adapter
 
     def logprobs(self, groups: list[Group]) -> Tensor:
         """Log-probabilities (N,) of all response tokens of the step in canonical order, on every rank."""
@@ -92,10 +95,6 @@ class Policy:
         """False when the whole rollout is one optimizer step: then the old policy is the current one, exactly."""
         return algorithm.epochs > 1 or (algorithm.mini_batch_size or num_prompts) < num_prompts
 
-    def current_kl_coef(self, algorithm: AlgorithmConfig) -> float:
-        """The KL coefficient of this step: the configured one, or where kl_target has steered it."""
-        return algorithm.kl_coef if self.kl_coef is None else self.kl_coef
-
     def update(
         self,
         batch: StepBatch,
@@ -104,6 +103,7 @@ class Policy:
         optimizer: _Optimizer,
         lr: Callable[[int], float],
         max_response_length: int,
+        distillation: DistillationConfig | None = None,
     ) -> StepStats:
         """`epochs` passes over the rollout, one optimizer step for every `mini_batch_size` prompts.
 
@@ -113,7 +113,7 @@ class Policy:
         num_prompts = len(batch.groups)
         mini = algorithm.mini_batch_size or num_prompts
         step = _StepTensors(batch, self.device)
-        objective = self._objective(algorithm)
+        objective = self.steering.objective(algorithm, distillation)
         totals = UpdateTotals()
         for epoch in range(algorithm.epochs):
             for start in range(0, num_prompts, mini):
@@ -122,43 +122,23 @@ class Policy:
                 if algorithm.top_entropy_share < 1.0:
                     step.keep = self._high_entropy_tokens(batch.groups, chosen, algorithm.top_entropy_share)
                 micros = self._pack(batch.groups, chosen)
-                for i, micro in enumerate(micros):
-                    loss = self._micro_loss(micro, step, weights, objective, totals, first=epoch == 0)
-                    self.parallel.backward(loss, last=i + 1 == len(micros))
+                totals.packed_tokens += sum(micro.num_tokens for micro in micros)
+                loss_of = partial(
+                    self._micro_loss,
+                    step=step,
+                    weights=weights,
+                    objective=objective,
+                    totals=totals,
+                    first=epoch == 0,
+                )
+                self.parallel.accumulate(micros, loss_of, as_sampled=self.sampling_consistent)
                 rate = lr(self.optimizer_steps)
                 totals.add_optimizer_step(optimizer.step(rate), rate)
                 self.optimizer_steps += 1
         values = totals.metrics(self.mesh)
-        if step.ref_logprobs is not None:
-            values["actor/kl_coef"] = self.current_kl_coef(algorithm)
-        if algorithm.kl_target is not None and "actor/kl_loss" in values:
-            controller = KlController(values["actor/kl_coef"], target=algorithm.kl_target, horizon=algorithm.kl_horizon)
-            num_responses = sum(len(group.responses) for group in batch.groups)
-            self.kl_coef = controller.update(kl=values["actor/kl_loss"], num_responses=num_responses).coef
+        num_responses = sum(len(group.responses) for group in batch.groups)
+        values |= self.steering.after_step(algorithm, values, num_responses=num_responses)
         return StepStats(values)
-
-    def _objective(self, algorithm: AlgorithmConfig) -> Objective:
-        return Objective(
-            loss=find_loss(algorithm.loss),
-            options=LossOptions(
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                dual_clip=algorithm.dual_clip,
-                sequence_ratio=algorithm.sequence_ratio,
-                sapo_temperature_pos=algorithm.sapo_temperature_pos,
-                sapo_temperature_neg=algorithm.sapo_temperature_neg,
-                vespo_pos=algorithm.vespo_pos,
-                vespo_neg=algorithm.vespo_neg,
-            ),
-            kl_coef=0.0 if algorithm.kl_in_reward else self.current_kl_coef(algorithm),
-            kl_estimator=algorithm.kl_estimator,
-            kl_importance_weighted=algorithm.kl_importance_weighted,
-            entropy_coef=algorithm.entropy_coef,
-            rollout_correction=None if algorithm.rollout_correction == "none" else algorithm.rollout_correction,
-            rollout_ratio_low=algorithm.rollout_ratio_low,
-            rollout_ratio_high=algorithm.rollout_ratio_high,
-            off_policy_max_kl=algorithm.off_policy_max_kl,
-        )
 
     def _high_entropy_tokens(self, groups: list[Group], chosen: list[int], share: float) -> Tensor:
         """(N,) bool: the tokens of highest entropy among those of the chosen groups, before their optimizer step."""
@@ -174,12 +154,14 @@ class Policy:
         self.model.train()
         num_tokens = sum(response_lengths(groups))
         total = torch.zeros((), device=self.device)
-        batches = self._pack(groups)
-        for i, batch in enumerate(batches):
-            loss = -self.forward(batch)[0].sum() / num_tokens
-            self.parallel.backward(loss, last=i + 1 == len(batches))
-            total += loss.detach()
-        sum_tensor(total, self.mesh.dp_group, what="loss of the demonstrations")
+
+        def loss_of(batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            loss = -logprobs.sum() / num_tokens
+            total.add_(loss.detach())
+            return loss
+
+        self.parallel.accumulate(self._pack(groups), loss_of)
+        sum_tensor(total, self.mesh.step_group, what="loss of the demonstrations")
         norm = optimizer.step(lr)
         self.optimizer_steps += 1
         return {"sft/loss": float(total), "actor/grad_norm": norm, "actor/lr": lr}
@@ -188,10 +170,10 @@ class Policy:
     def _scores(self, groups: list[Group], which: int, only: list[int] | None = None) -> Tensor:
         """(N,) log-probabilities (which=0) or entropies (1) of all ranks' tokens; 0 for groups that are left out."""
         out = torch.zeros(sum(response_lengths(groups)), dtype=torch.float32, device=self.device)
-        for batch in self._pack(groups, only):
-            out[batch.token_index] = self.forward(batch)[which]
+        for batch, *found in self.parallel.score(self._pack(groups, only), as_sampled=self.sampling_consistent):
+            out[batch.token_index] = found[which]
         self.parallel.release()
-        return sum_tensor(out, self.mesh.dp_group, what="log-probabilities of the step")
+        return sum_tensor(out, self.mesh.step_group, what="log-probabilities of the step")
 
     def _pack(self, groups: list[Group], only: list[int] | None = None) -> list[PackedBatch]:
         """This rank's micro-batches."""
@@ -227,16 +209,16 @@ class Policy:
     def _micro_loss(
         self,
         micro: PackedBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        *,
         step: _StepTensors,
         weights: Tensor,
         objective: Objective,
         totals: UpdateTotals,
-        *,
         first: bool,
     ) -> Tensor:
         """The micro-batch's part of the optimizer step's loss."""
-        logprobs, entropy = self.forward(micro)
-        totals.packed_tokens += micro.num_tokens
         if not micro.response_ids:  # nothing was left for this rank, which must run all the same
             return logprobs.sum()
         response = torch.tensor(micro.response_ids, device=self.device)[micro.response_index]
@@ -249,6 +231,7 @@ class Policy:
                 old_logprobs=old,
                 rollout_logprobs=step.rollout_logprobs[micro.token_index],
                 ref_logprobs=None if step.ref_logprobs is None else step.ref_logprobs[micro.token_index],
+                teacher_logprobs=None if step.teacher_logprobs is None else step.teacher_logprobs[micro.token_index],
                 advantages=step.advantages[response],
                 response_index=micro.response_index,
                 num_responses=len(micro.response_ids),
@@ -267,6 +250,7 @@ class Policy:
             nonfinite=~out.policy.finite,
             **({} if out.kl is None else {"kl": out.kl}),
             **({} if out.rollout_weight is None else {"rollout_weight": out.rollout_weight}),
+            **({} if out.distill_kl is None else {"distill_kl": out.distill_kl}),
         )
         if first:  # before any optimizer step of this rollout has moved the policy
             totals.add_gap(old - step.rollout_logprobs[micro.token_index])
@@ -280,6 +264,7 @@ class _StepTensors:
         self.advantages = torch.tensor(batch.advantages.reshape(-1), dtype=torch.float32, device=device)
         self.old_logprobs = batch.old_logprobs
         self.ref_logprobs = batch.ref_logprobs
+        self.teacher_logprobs = batch.teacher_logprobs
         self.keep: Tensor | None = None  # (N,) bool, tokens whose policy loss counts; None: all
         sampled = [lp for group in batch.groups for response in group.responses for lp in response.logprobs]
         self.rollout_logprobs = torch.tensor(sampled, dtype=torch.float32, device=device)

@@ -13,11 +13,13 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from covey import device as devices
+from covey.config.lora import LoraConfig
 from covey.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from covey.data import load as prompt_data
 from covey.data.prompts import PromptSet, count_shared, split_prompts
 from covey.distributed import mesh as meshes
 from covey.distributed.mesh import Mesh
+from covey.models.adapters import add_adapter
 from covey.models.load import check_vocabulary, load_model, load_tokenizer, stop_ids
 from covey.optim import Optimizer
 from covey.policy import ForwardLimits, Policy
@@ -56,8 +58,13 @@ def load_parts(
     kind: str,
     temperature: float,
     sampling_consistent: bool = False,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> Parts:
-    """Device, tokenizer and model, checked against each other and shared by the ranks of `parallel`."""
+    """Device, tokenizer and model, checked against each other and shared by the ranks of `parallel`.
+
+    seed: of the random part of a new adapter.
+    """
     disable_progress_bar()  # transformers' own, for files that load in a moment
     device = devices.resolve(kind, model.dtype, meshes.local_rank())
     parallel = parallel or ParallelConfig()
@@ -68,16 +75,19 @@ def load_parts(
         dp_shard=parallel.dp_shard,
         cp=parallel.cp,
         tp=parallel.tp,
+        pp=parallel.pp,
         timeout_s=parallel.timeout_s,
     )
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
     network = load_model(
         model.path,
-        dtype=device.dtype if mesh.world == 1 else torch.float32,  # pieces are fp32 masters
+        dtype=device.dtype if mesh.world == 1 or lora else torch.float32,  # trained pieces are fp32 masters
         device=device.torch_device,
         trust_remote_code=model.trust_remote_code,
     )
     check_vocabulary(network, tokenizer)
+    if lora is not None:
+        attach_adapter(network, lora, model, seed=seed, dtype=device.dtype if mesh.world == 1 else torch.float32)
     if model.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     limits = ForwardLimits(train.max_tokens_per_micro_batch, train.logits_chunk_bytes)
@@ -89,6 +99,8 @@ def load_parts(
         mesh=mesh,
         compute_dtype=device.dtype,
         sequence_parallel=parallel.sequence_parallel,
+        pp_chunks=parallel.pp_chunks,
+        pp_layers=parallel.pp_layers,
         sampling_consistent=sampling_consistent,
     )
     return Parts(device, tokenizer, policy, mesh)
@@ -103,6 +115,22 @@ def load_run_parts(config: Config) -> Parts:
         kind=config.device,
         temperature=config.rollout.temperature,
         sampling_consistent=config.algorithm.sampling_consistent,
+        lora=config.lora,
+        seed=config.seed,
+    )
+
+
+def attach_adapter(network: Any, lora: LoraConfig, model: ModelConfig, *, seed: int, dtype: torch.dtype) -> None:
+    """Freeze the weights of `network`, those of `model`, and add the adapter that section `lora` describes."""
+    add_adapter(
+        network,
+        base=model.path,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.target_modules,
+        path=lora.path,
+        seed=seed,
+        dtype=dtype,
     )
 
 
@@ -112,33 +140,6 @@ def make_optimizer(parts: Parts, train: TrainConfig) -> Optimizer:
     if parts.mesh.world == 1:
         return Optimizer(parameters, train)
     return Optimizer(parameters, train, norm=parts.policy.parallel.gradient_norm(parameters))
-
-
-def load_reference(config: Config, parts: Parts) -> Policy:
-    """The frozen reference of the KL term, on the policy's device."""
-    network = load_model(
-        config.model.ref_path or config.model.path,
-        dtype=parts.device.dtype,
-        device=parts.device.torch_device,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    if network.config.vocab_size != parts.policy.model.config.vocab_size:
-        raise ValueError(
-            f"model.ref_path: vocabulary of {network.config.vocab_size}, but the policy has "
-            f"{parts.policy.model.config.vocab_size}: the reference must use the policy's tokens"
-        )
-    network.requires_grad_(False)
-    policy = parts.policy
-    return Policy(
-        network,
-        device=policy.device,
-        temperature=policy.temperature,
-        limits=policy.limits,
-        mesh=parts.mesh,
-        compute_dtype=parts.device.dtype,
-        sequence_parallel=config.parallel.sequence_parallel,
-        sampling_consistent=policy.sampling_consistent,
-    )
 
 
 def load_prompts(config: Config, tokenizer: Any) -> Prompts:

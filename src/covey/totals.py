@@ -48,10 +48,10 @@ class UpdateTotals:
     def metrics(self, mesh: Mesh) -> dict[str, float]:
         """Metrics under the names of metrics.py, over all ranks."""
         what = "statistics of the update"
-        sums = sum_dicts({name: float(value) for name, value in self.sums.items()}, mesh.dp_group, what=what)
+        sums = sum_dicts({name: float(value) for name, value in self.sums.items()}, mesh.step_group, what=what)
         largest = {} if self.gap_max is None else {"gap": float(self.gap_max)}
-        gap_max = max_dicts(largest, mesh.dp_group, what=what).get("gap", 0.0)
-        packed = gather_objects(self.packed_tokens, mesh.dp_group, what=what)
+        gap_max = max_dicts(largest, mesh.step_group, what=what).get("gap", 0.0)
+        packed = gather_objects(self.packed_tokens, mesh.step_group, what=what)[-mesh.dp :]  # of one stage
         finite = [norm for norm in self.grad_norms if np.isfinite(norm)]
         values = {
             "actor/lr": self.lr,
@@ -79,6 +79,8 @@ class UpdateTotals:
             values["update/token_imbalance"] = max(packed) * len(packed) / sum(packed) - 1.0
         if "kl" in sums:
             values["actor/kl_loss"] = sums["kl"] / num_tokens
+        if "distill_kl" in sums:
+            values["distill/kl"] = sums["distill_kl"] / num_tokens
         if "rollout_weight" in sums:
             values["rollout/weight_mean"] = sums["rollout_weight"] / num_tokens
         return values

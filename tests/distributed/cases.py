@@ -22,13 +22,13 @@ VOCAB = 97  # divides by no number of ranks
 FAMILIES = ("qwen2", "qwen3", "llama")
 
 
-def model(family: str, *, kv_heads: int = 2) -> Any:
-    """Two layers; qwen2 with tied embeddings; norms and biases away from 1 and 0, which would hide a dropped one."""
+def model(family: str, *, kv_heads: int = 2, num_layers: int = 2) -> Any:
+    """Few layers; qwen2 with tied embeddings; norms and biases away from 1 and 0, which would hide a dropped one."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": kv_heads,
         "tie_word_embeddings": family == "qwen2",
@@ -104,13 +104,18 @@ def policy_of(network: Any, m: meshes.Mesh, *, max_tokens: int = 60, **options: 
 
 def gradient(family: str, sizes: dict[str, Any], algorithm: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The whole gradient of one optimizer step, its statistics, and log-probabilities without gradient."""
-    policy = make_policy(family, sizes, **options)
+    found = measure(make_policy(family, sizes, **options), algorithm)
+    meshes.stop()
+    return found
+
+
+def measure(policy: Policy, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """`gradient` of a policy, whose processes go on."""
     step = batch()
     recorder = Recorder(policy)
     config = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01, **algorithm)
     before = policy.logprobs(step.groups)
     stats = policy.update(step, config, optimizer=recorder, lr=lambda i: 1e-3, max_response_length=32)
-    meshes.stop()
     found = {"gradients": recorder.gradients, "stats": stats.values, "logprobs": before, "norm": recorder.norm}
     return found | {"loss": stats.values["actor/loss"]}
 

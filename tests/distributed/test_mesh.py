@@ -14,9 +14,9 @@ def _place(sizes: dict[str, int]) -> dict[str, object]:
     m = mesh.start(communication="gloo", device=torch.device("cpu"), **sizes)
     ranks = {
         name: dist.get_process_group_ranks(group) if (group := getattr(m, f"{name}_group")) is not None else [m.rank]
-        for name in ("world", "dp", "cp", "tp", "fsdp")
+        for name in ("world", "step", "cp", "tp", "fsdp", "pp", "pp_ends")
     }
-    place = {"dp": m.dp_rank, "cp": m.cp_rank, "tp": m.tp_rank, "data": m.data_rank}
+    place = {"pp": m.pp_rank, "dp": m.dp_rank, "cp": m.cp_rank, "tp": m.tp_rank, "data": m.data_rank}
     mesh.stop()
     return {"ranks": ranks, "place": place, "world": m.world}
 
@@ -24,7 +24,7 @@ def _place(sizes: dict[str, int]) -> dict[str, object]:
 def test_ranks_and_groups_of_a_two_by_two_layout() -> None:
     found = run(4, _place, {"dp_shard": 2, "tp": 2})
     assert [f["ranks"]["tp"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [f["ranks"]["dp"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [f["ranks"]["step"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [f["place"]["data"] for f in found] == [0, 0, 1, 1]
     assert [f["place"]["tp"] for f in found] == [0, 1, 0, 1]
 
@@ -34,6 +34,17 @@ def test_weights_are_cut_over_dp_shard_and_cp_but_not_over_replicas() -> None:
     assert [f["ranks"]["fsdp"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [f["ranks"]["cp"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [f["place"]["data"] for f in found] == [0, 1, 2, 3]
+
+
+def test_stages_are_far_apart_and_pipelines_have_the_same_place_in_every_stage() -> None:
+    found = run(6, _place, {"pp": 3, "dp_shard": 2})
+    assert [f["place"]["pp"] for f in found] == [0, 0, 1, 1, 2, 2]
+    assert [f["place"]["dp"] for f in found] == [0, 1, 0, 1, 0, 1]
+    assert [f["place"]["data"] for f in found] == [0, 1, 2, 3, 4, 5]
+    assert [f["ranks"]["pp"] for f in found] == [[0, 2, 4], [1, 3, 5]] * 3
+    assert [f["ranks"]["pp_ends"] for f in found] == [[0, 4], [1, 5], [2], [3], [0, 4], [1, 5]]
+    assert [f["ranks"]["fsdp"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
+    assert {tuple(f["ranks"]["step"]) for f in found} == {(0, 1, 2, 3, 4, 5)}
 
 
 def _exchange() -> dict[str, object]:
@@ -67,17 +78,18 @@ def test_one_process_needs_no_group() -> None:
     m = mesh.start(communication="gloo", device=torch.device("cpu"))
     assert (m.world, m.num_data, m.is_main) == (1, 1, True)
     assert collectives.gather_objects("x", m.world_group, what="test") == ["x"]
-    assert collectives.sum_dicts({"a": 2.0}, m.dp_group, what="test") == {"a": 2.0}
+    assert collectives.sum_dicts({"a": 2.0}, m.step_group, what="test") == {"a": 2.0}
 
 
 @pytest.mark.parametrize(
     ("world", "sizes", "expected"),
     [
-        (1, {}, (1, 1, 1, 1)),
-        (16, {}, (1, 16, 1, 1)),
-        (16, {"tp": 4}, (1, 4, 1, 4)),
-        (16, {"dp_replicate": 2, "cp": 2, "tp": 2}, (2, 2, 2, 2)),
-        (8, {"dp_shard": 1, "tp": 8}, (1, 1, 1, 8)),
+        (1, {}, (1, 1, 1, 1, 1)),
+        (16, {}, (1, 16, 1, 1, 1)),
+        (16, {"tp": 4}, (1, 4, 1, 4, 1)),
+        (16, {"dp_replicate": 2, "cp": 2, "tp": 2}, (2, 2, 2, 2, 1)),
+        (16, {"pp": 4, "tp": 2}, (1, 2, 1, 2, 4)),
+        (8, {"dp_shard": 1, "tp": 8}, (1, 1, 1, 8, 1)),
     ],
 )
 def test_degrees_multiply_to_the_world(world: int, sizes: dict, expected: tuple[int, ...]) -> None:
@@ -90,6 +102,7 @@ def test_degrees_multiply_to_the_world(world: int, sizes: dict, expected: tuple[
         (6, {"tp": 4}, ["tp 4", "= 4", "6 processes"]),
         (8, {"dp_shard": 3}, ["dp_shard 3", "= 3", "8 processes"]),
         (1, {"tp": 2}, ["tp 2", "1 processes"]),
+        (6, {"pp": 4}, ["pp 4", "= 4", "6 processes"]),
     ],
 )
 def test_impossible_degrees_are_refused_with_the_numbers(world: int, sizes: dict, words: list[str]) -> None:

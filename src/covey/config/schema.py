@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from covey.config.algorithm import AlgorithmConfig
+from covey.config.lora import LoraConfig
+from covey.config.scoring_models import DistillationConfig, ReferenceConfig
 from covey.config.section import NonNegative, NonNegativeInt, PositiveInt, Probability, Section
 
 
@@ -22,7 +24,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; default: the model's own."""
     ref_path: str | None = None
-    """Frozen reference for the KL term; default: the policy's starting weights. Loaded only when kl_coef is not 0."""
+    """Reference for the KL term; default: the policy's starting weights, with lora the model without adapter. Loaded
+    only when kl_coef is not 0."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Numbers the weights are kept and computed in; auto: float32 on cpu, bfloat16 on cuda and npu."""
     gradient_checkpointing: bool = False
@@ -169,9 +172,7 @@ class RewardConfig(Section):
     """Where generated programs run; isolated needs bubblewrap; rlimits only bounds resources (docs/sandbox.md)."""
 
     @model_validator(mode="after")
-    def _some_reward(self) -> RewardConfig:
-        if not self.functions and not self.tasks:
-            raise ValueError("no reward function: name at least one under reward.functions or reward.tasks")
+    def _every_task_has_one(self) -> RewardConfig:
         empty = [task for task, entries in self.tasks.items() if not entries and not self.functions]
         if empty:
             raise ValueError(f"reward.tasks.{empty[0]} lists no reward function")
@@ -264,8 +265,25 @@ class ParallelConfig(Section):
     """Ranks that cut every matrix (tensor parallelism); must divide the model's attention and key/value heads."""
     sequence_parallel: bool = False
     """With tp: cut the tokens between layers over the same ranks; less activation memory, the same communication."""
+    pp: PositiveInt = 1
+    """Ranks that hold some of the layers each and pass micro-batches on (pipeline parallelism, 1F1B)."""
+    pp_chunks: PositiveInt = 1
+    """With pp: pieces of the layers on each rank; from 2 on interleaved: shorter waits, more transfers."""
+    pp_layers: list[PositiveInt] | None = None
+    """With pp: layers of each piece, pp x pp_chunks numbers; piece i is on rank i modulo pp. Default: evenly."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """How long a rank waits for the slowest one before the run ends with an error, seconds."""
+
+    @model_validator(mode="after")
+    def _pieces_need_a_pipeline(self) -> ParallelConfig:
+        if self.pp == 1 and (self.pp_chunks > 1 or self.pp_layers is not None):
+            raise ValueError("pp_chunks and pp_layers have an effect only with a pipeline: set pp, or remove them")
+        if self.pp_layers is not None and len(self.pp_layers) != self.pp * self.pp_chunks:
+            raise ValueError(
+                f"pp_layers={self.pp_layers} has {len(self.pp_layers)} numbers, but pp={self.pp} x "
+                f"pp_chunks={self.pp_chunks} = {self.pp * self.pp_chunks} pieces need one each"
+            )
+        return self
 
 
 class LoggingConfig(Section):
@@ -314,10 +332,15 @@ class Config(Section):
     """A run."""
 
     model: ModelConfig
+    lora: LoraConfig | None = None
+    """Train an adapter beside frozen weights; default: all weights are trained."""
     data: DataConfig
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    reward: RewardConfig
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    distillation: DistillationConfig | None = None
+    """A teacher's verdict on the policy's own responses, with rewards or instead of them; default: none."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -331,8 +354,78 @@ class Config(Section):
     """Where to run; auto: npu, else cuda, else cpu."""
 
     @model_validator(mode="after")
+    def _something_to_learn_from(self) -> Config:
+        if self.reward.functions or self.reward.tasks:
+            return self
+        if self.distillation is None:
+            raise ValueError(
+                "no reward function: name at least one under reward.functions or reward.tasks, "
+                "or give a teacher under distillation"
+            )
+        curriculum = self.data.curriculum
+        readers = {
+            "evaluation.every": self.evaluation.every > 0,
+            "algorithm.max_rounds": self.algorithm.max_rounds > 1,
+            "algorithm.kl_in_reward": self.algorithm.kl_in_reward,
+            "algorithm.overlong_buffer": self.algorithm.overlong_buffer > 0,
+            "data.curriculum": curriculum is not None and (curriculum.drop_after > 0 or curriculum.by == "pass_rate"),
+        }
+        if useless := [key for key, is_set in readers.items() if is_set]:
+            raise ValueError(
+                f"{', '.join(useless)} without a reward function: it goes by rewards and there are none; remove it, or "
+                "name a function under reward.functions (with weight 0 it only measures)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_loaded(self) -> Config:
+        if not self.algorithm.kl_coef:
+            for key, value in (("sync_every", self.reference.sync_every), ("offload", self.reference.offload)):
+                if value:
+                    raise ValueError(
+                        f"reference.{key}={value} has no effect with algorithm.kl_coef=0, which loads no reference: "
+                        f"give kl_coef a value, or remove {key}"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_beside_an_adapter(self) -> Config:
+        if self.lora is not None and self.reference.sync_every:
+            raise ValueError(
+                f"reference.sync_every={self.reference.sync_every} with lora: the policy is the base model with an adapter, "
+                "which a reference does not have, so that it cannot follow; remove sync_every"
+            )
+        if self.lora is not None and self.reference.offload and self.model.ref_path is None:
+            raise ValueError(
+                "reference.offload=True with lora: the reference is the base model that the policy runs on, there is no "
+                "second copy to move; remove offload, or name another reference by model.ref_path"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_judges_tokens(self) -> Config:
+        algorithm = self.algorithm
+        if self.distillation is None:
+            return self
+        if algorithm.loss in ("gspo", "rloo") or algorithm.sequence_ratio:
+            raise ValueError(
+                f"distillation with algorithm.loss={algorithm.loss}, "
+                f"algorithm.sequence_ratio={algorithm.sequence_ratio}: one ratio for a response gives its tokens one "
+                "mean advantage; choose loss gspo_token, or a ratio per token"
+            )
+        if algorithm.off_policy_max_kl is not None or algorithm.sampling_consistent:
+            raise ValueError(
+                f"distillation with algorithm.off_policy_max_kl={algorithm.off_policy_max_kl}, "
+                f"algorithm.sampling_consistent={algorithm.sampling_consistent}: the first goes by the sign of a "
+                "response's one advantage, the second by tokens that the teacher did not choose; remove them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _group_baseline_needs_a_group(self) -> Config:
-        if self.rollout.num_samples < 2 and self.algorithm.advantage != "batch_norm":
+        alone = not (self.reward.functions or self.reward.tasks)
+        own = ":" in self.algorithm.advantage
+        if self.rollout.num_samples < 2 and self.algorithm.advantage != "batch_norm" and not alone and not own:
             raise ValueError(
                 f"rollout.num_samples={self.rollout.num_samples} with algorithm.advantage={self.algorithm.advantage}: "
                 "a group baseline needs at least 2 responses per prompt; set rollout.num_samples to 2 or more"
@@ -360,6 +453,8 @@ class SftRunConfig(Section):
     """A cold start: `covey sft FILE`."""
 
     model: ModelConfig
+    lora: LoraConfig | None = None
+    """Train an adapter beside frozen weights; default: all weights are trained."""
     sft: SftConfig
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)

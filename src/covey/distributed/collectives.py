@@ -30,7 +30,7 @@ def gather_objects(value: T, group: ProcessGroup, *, what: str) -> list[T]:
     try:
         dist.all_gather_object(out, value, group=group)
     except RuntimeError as error:
-        raise _failed(what, group, error) from error
+        raise failed(what, group, error) from error
     return out
 
 
@@ -58,7 +58,17 @@ def sum_tensor(tensor: Tensor, group: ProcessGroup, *, what: str) -> Tensor:
         try:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
         except RuntimeError as error:
-            raise _failed(what, group, error) from error
+            raise failed(what, group, error) from error
+    return tensor
+
+
+def send_to_all(tensor: Tensor, source: int, group: ProcessGroup, *, what: str) -> Tensor:
+    """The tensor of the member `source` (its place in the group), into `tensor` of every other."""
+    if group is not None:
+        try:
+            dist.broadcast(tensor, group_src=source, group=group)
+        except RuntimeError as error:
+            raise failed(what, group, error) from error
     return tensor
 
 
@@ -72,7 +82,8 @@ def wait_for_all(group: ProcessGroup, *, what: str) -> None:
     gather_objects(None, group, what=what)
 
 
-def _failed(what: str, group: ProcessGroup, error: RuntimeError) -> CollectiveError:
+def failed(what: str, group: ProcessGroup, error: RuntimeError) -> CollectiveError:
+    """The error for an exchange `what` of `group` that ended with `error`."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     ranks = dist.get_process_group_ranks(group)
     return CollectiveError(

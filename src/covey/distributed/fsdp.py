@@ -11,7 +11,7 @@ Left out: CPU offload.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,9 +63,14 @@ class Sharding:
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_gradient_divide_factor(1.0)
 
-    def sync_gradients(self, now: bool) -> None:
-        """Whether the next backward reduces over ranks; without it, gradients pile up unsharded and unsent."""
-        self._root.set_requires_gradient_sync(now)
+    def sync_gradients(self, now: bool, *, of: Sequence[nn.Module] | None = None, rest: bool = True) -> None:
+        """Whether the next backward reduces over ranks; without it, gradients pile up unsharded and unsent.
+
+        of: only these layers (None: all); rest: and what no layer holds.
+        """
+        for unit in self._units:
+            chosen = rest if unit is self._root else of is None or unit in of
+            unit.set_requires_gradient_sync(now and chosen, recurse=False)
 
     def reshard(self) -> None:
         """Free every gathered weight."""

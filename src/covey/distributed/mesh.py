@@ -1,8 +1,10 @@
-"""Where this process stands: ranks and groups of data, context and tensor parallelism.
+"""Where this process stands: ranks and groups of pipeline, data, context and tensor parallelism.
 
-Ranks are numbered `((replicate * dp_shard + shard) * cp + context) * tp + tensor`: tensor-parallel ranks are
-neighbours, because they exchange the most. What the axes mean:
+Ranks are numbered `(((stage * dp_replicate + replicate) * dp_shard + shard) * cp + context) * tp + tensor`:
+tensor-parallel ranks are neighbours, because they exchange the most, and stages are far apart, because they exchange
+the least. What the axes mean:
 
+- pp: some layers each; the ranks of one pipeline run the same micro-batches, one after the other;
 - dp_replicate, dp_shard: different micro-batches; weights and optimizer are cut over dp_shard (and cp) and repeated
   over dp_replicate;
 - cp: one micro-batch's tokens are cut over these ranks;
@@ -36,18 +38,22 @@ class Mesh:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    pp: int = 1
     rank: int = 0
     world_group: ProcessGroup = None
-    dp_group: ProcessGroup = None  # same cp and tp rank
+    step_group: ProcessGroup = None  # the ranks whose micro-batches make the step: dp x pp, same cp and tp rank
     cp_group: ProcessGroup = None
     tp_group: ProcessGroup = None
-    fsdp_group: ProcessGroup = None  # the ranks that hold the pieces of one copy of the weights: dp_shard x cp
-    device_mesh: Any = None  # DeviceMesh (dp_replicate, fsdp, tp)
+    fsdp_group: ProcessGroup = None  # the ranks that hold the pieces of one copy of a stage: dp_shard x cp
+    pp_group: ProcessGroup = None  # one pipeline
+    pp_falling_group: ProcessGroup = None  # the same ranks again, for sends from a later stage to an earlier one
+    pp_ends_group: ProcessGroup = None  # the first and the last stage of a pipeline; None between them
+    device_mesh: Any = None  # DeviceMesh (pp, dp_replicate, fsdp, tp)
 
     @property
     def world(self) -> int:
         """Processes."""
-        return self.dp * self.cp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def dp(self) -> int:
@@ -57,7 +63,12 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which micro-batches this rank runs."""
-        return self.rank // (self.cp * self.tp)
+        return self.rank // (self.cp * self.tp) % self.dp
+
+    @property
+    def pp_rank(self) -> int:
+        """Which layers it holds."""
+        return self.rank // (self.dp * self.cp * self.tp)
 
     @property
     def cp_rank(self) -> int:
@@ -76,8 +87,8 @@ class Mesh:
 
     @property
     def num_data(self) -> int:
-        """Slices that the prompts are cut into: dp x cp."""
-        return self.dp * self.cp
+        """Slices that the prompts are cut into: pp x dp x cp."""
+        return self.pp * self.dp * self.cp
 
     @property
     def is_main(self) -> bool:
@@ -88,11 +99,13 @@ class Mesh:
         """The layout for the start-up table."""
         if self.world == 1:
             return {"processes": "1"}
-        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        axes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        axes |= {"cp": self.cp, "tp": self.tp}
         product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        of_what = f" of the layers of one of {self.pp} stages" if self.pp > 1 else ""
         return {
             "processes": f"{product} = {self.world}",
-            "weights": f"each rank holds 1/{self.dp_shard * self.cp * self.tp}; {self.dp_replicate} copies",
+            "weights": f"each rank holds 1/{self.dp_shard * self.cp * self.tp}{of_what}; {self.dp_replicate} copies",
             "rollout": f"the prompts in {self.num_data} parts"
             + (f", each on {self.tp} tensor-parallel ranks" if self.tp > 1 else ""),
         }
@@ -114,24 +127,30 @@ def is_main_process() -> bool:
 
 
 def resolve_degrees(
-    world: int, *, dp_replicate: int = 1, dp_shard: int | Literal["auto"] = "auto", cp: int = 1, tp: int = 1
-) -> tuple[int, int, int, int]:
-    """(dp_replicate, dp_shard, cp, tp) whose product is `world`; ValueError with the numbers when none is."""
-    given = dp_replicate * cp * tp
-    text = f"parallel.dp_replicate {dp_replicate} x cp {cp} x tp {tp}"
+    world: int,
+    *,
+    dp_replicate: int = 1,
+    dp_shard: int | Literal["auto"] = "auto",
+    cp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+) -> tuple[int, int, int, int, int]:
+    """(dp_replicate, dp_shard, cp, tp, pp) whose product is `world`; ValueError with the numbers when none is."""
+    given = dp_replicate * cp * tp * pp
+    text = f"parallel.dp_replicate {dp_replicate} x cp {cp} x tp {tp} x pp {pp}"
     if dp_shard == "auto":
         if world % given:
             raise ValueError(
                 f"{text} = {given} does not divide the {world} processes, so dp_shard: auto has no value; "
                 f"start a multiple of {given} processes (torchrun --nproc-per-node), or lower a degree"
             )
-        return dp_replicate, world // given, cp, tp
+        return dp_replicate, world // given, cp, tp, pp
     if given * dp_shard != world:
         raise ValueError(
             f"{text} x dp_shard {dp_shard} = {given * dp_shard}, but {world} processes run; "
             f"start {given * dp_shard} of them (torchrun --nproc-per-node), or set dp_shard: auto"
         )
-    return dp_replicate, dp_shard, cp, tp
+    return dp_replicate, dp_shard, cp, tp, pp
 
 
 def start(
@@ -142,6 +161,7 @@ def start(
     dp_shard: int | Literal["auto"] = "auto",
     cp: int = 1,
     tp: int = 1,
+    pp: int = 1,
     timeout_s: float = 1800.0,
 ) -> Mesh:
     """Join the processes that torchrun started and build the groups; a mesh of one without torchrun.
@@ -150,15 +170,16 @@ def start(
     waits for the slowest rank before the run is ended.
     """
     world = world_size()
-    degrees = resolve_degrees(world, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+    degrees = resolve_degrees(world, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp)
     if world == 1:
         return Mesh()
     if not dist.is_initialized():
         dist.init_process_group(communication, timeout=timedelta(seconds=timeout_s))
-    replicate, shard, cp, tp = degrees
+    replicate, shard, cp, tp, pp = degrees
     # The same ranks under two sets of axes: weights do not care whether dp or cp cut them.
-    weights = init_device_mesh(device.type, (replicate, shard * cp, tp), mesh_dim_names=("dp_replicate", "fsdp", "tp"))
-    batch = init_device_mesh(device.type, (replicate * shard, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    axes = ("pp", "dp_replicate", "fsdp", "tp")
+    weights = init_device_mesh(device.type, (pp, replicate, shard * cp, tp), mesh_dim_names=axes)
+    batch = init_device_mesh(device.type, (pp, replicate * shard, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
     def group(mesh: Any, axis: str) -> ProcessGroup:
         return mesh.get_group(axis) if mesh[axis].size() > 1 else None
@@ -167,12 +188,30 @@ def start(
         *degrees,
         rank=dist.get_rank(),
         world_group=dist.group.WORLD,
-        dp_group=group(batch, "dp"),
         cp_group=group(batch, "cp"),
         tp_group=group(weights, "tp"),
         fsdp_group=group(weights, "fsdp"),
+        pp_group=group(weights, "pp"),
         device_mesh=weights,
+        **(_pipeline_groups(pp, replicate * shard, cp * tp) if pp > 1 else {"step_group": group(batch, "dp")}),
     )
+
+
+def _pipeline_groups(pp: int, dp: int, inner: int) -> dict[str, ProcessGroup]:
+    """The groups that only a pipeline needs; ranks are numbered (stage, dp, inner)."""
+    ranks = torch.arange(pp * dp * inner).view(pp, dp, inner)
+    pipelines = ranks.flatten(1).t()
+    return {
+        "step_group": _my_group(ranks.flatten(0, 1).t().tolist()),
+        "pp_falling_group": _my_group(pipelines.tolist()),
+        "pp_ends_group": _my_group(pipelines[:, [0, -1]].tolist()),
+    }
+
+
+def _my_group(members: list[list[int]]) -> ProcessGroup:
+    """The one of these groups that this process belongs to, or None; every process makes all of them."""
+    groups = [(ranks, dist.new_group(ranks)) for ranks in members]
+    return next((group for ranks, group in groups if dist.get_rank() in ranks), None)
 
 
 def stop() -> None:

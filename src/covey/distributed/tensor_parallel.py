@@ -7,8 +7,9 @@ over tokens and its counterpart an all-gather, for the same traffic and 1/tp of 
 head are cut by vocabulary (`vocabulary.py`). Parameters stay ordinary local tensors, so FSDP2 shards them further, and
 nothing here depends on DTensor's dispatch.
 
-A repeated weight whose gradient is only this rank's share (head norms; with sequence parallelism all norms and the
-biases after a sum) is listed in `TensorParallel.partial`: its gradient is summed over ranks once per optimizer step.
+A repeated weight whose gradient is only this rank's share is listed in `TensorParallel.partial`: its gradient is summed
+over ranks once per optimizer step. Such are head norms and the A of an adapter whose B is cut, and with sequence
+parallelism all norms, the biases after a sum and the B of the other adapters.
 """
 
 from __future__ import annotations
@@ -110,17 +111,9 @@ def cut_layers(
     for layer in layers:
         prefix = names[id(layer)]
         for name in plan.column:
-            linear = layer.get_submodule(name)
-            _cut(tp, linear, "weight", 0, f"{prefix}.{name}")
-            if linear.bias is not None:
-                _cut(tp, linear, "bias", 0, f"{prefix}.{name}")
+            _cut_column(tp, layer, name, prefix)
         for name in plan.row:
-            linear: Any = layer.get_submodule(name)
-            _cut(tp, linear, "weight", 1, f"{prefix}.{name}")
-            parent, _, child = name.rpartition(".")
-            setattr(layer.get_submodule(parent), child, RowLinear(linear.weight, linear.bias, tp))
-            if tp.sequence and linear.bias is not None:
-                tp.partial.add(f"{prefix}.{name}.bias")
+            _cut_row(tp, layer, name, prefix)
         tp.partial |= {f"{prefix}.{name}.weight" for name in plan.head_norms}
         if tp.sequence:
             tp.partial |= {f"{prefix}.{name}.weight" for name in plan.norms}
@@ -162,6 +155,43 @@ def whole_tensor(tensor: Tensor, cut: Cut | None, group: ProcessGroup) -> Tensor
     dist.all_gather(parts, padded, group=group)
     whole = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
     return whole.movedim(0, cut.dim).contiguous()
+
+
+def _cut_column(tp: TensorParallel, layer: nn.Module, name: str, prefix: str) -> None:
+    """Keep some output channels of a linear layer, and of the B of its adapter."""
+    linear, down, up = _matrices(layer, name)
+    for part in (linear, *up):
+        module: Any = layer.get_submodule(part)
+        _cut(tp, module, "weight", 0, f"{prefix}.{part}")
+        if module.bias is not None:
+            _cut(tp, module, "bias", 0, f"{prefix}.{part}")
+    tp.partial |= {f"{prefix}.{part}.weight" for part in down}  # A serves this rank's part of B only
+
+
+def _cut_row(tp: TensorParallel, layer: nn.Module, name: str, prefix: str) -> None:
+    """Keep some input channels of a linear layer, and of the A of its adapter, whose outputs are summed too."""
+    linear, down, up = _matrices(layer, name)
+    for part in (linear, *down):
+        module: Any = layer.get_submodule(part)
+        _cut(tp, module, "weight", 1, f"{prefix}.{part}")
+        parent, _, child = part.rpartition(".")
+        setattr(layer.get_submodule(parent), child, RowLinear(module.weight, module.bias, tp))
+        if tp.sequence and module.bias is not None:
+            tp.partial.add(f"{prefix}.{part}.bias")
+    if tp.sequence:
+        tp.partial |= {f"{prefix}.{part}.weight" for part in up}  # B sees this rank's tokens only
+
+
+def _matrices(layer: nn.Module, name: str) -> tuple[str, list[str], list[str]]:
+    """Names below `layer` of a linear layer, and of the A and B that peft has put beside it, if it has."""
+    module: Any = layer.get_submodule(name)
+    if not hasattr(module, "base_layer"):
+        return name, [], []
+    return (
+        f"{name}.base_layer",
+        [f"{name}.lora_A.{a}" for a in module.lora_A],
+        [f"{name}.lora_B.{b}" for b in module.lora_B],
+    )
 
 
 def _cut(tp: TensorParallel, module: Any, name: str, dim: int, prefix: str) -> None:

@@ -6,6 +6,7 @@ One module, so that whoever wraps it (sharded weights) covers the layers and the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from covey.algorithm.logprobs import chunk_rows, logprobs_and_entropy
 from covey.models.attention import AttentionPlan
 from covey.models.load import head_weight
+from covey.models.stages import Stage
 
 
 class ScoringModel(nn.Module):
@@ -30,9 +32,11 @@ class ScoringModel(nn.Module):
         logits_chunk_bytes: int,
         whole: bool = True,
         head: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """head: in place of logprobs_and_entropy, where the head's weight is a part of it."""
+        """head: in place of logprobs_and_entropy, where the head's weight is a part of it. stage: of a pipeline."""
         super().__init__()
+        self.stage = stage
         self.head = head
         self.model = model
         self.temperature = temperature
@@ -47,11 +51,26 @@ class ScoringModel(nn.Module):
         target_rows: Tensor,  # (n,)
         target_ids: Tensor,  # (n,)
         num_kept: Tensor | None = None,  # (n,), see logprobs_and_entropy; only with a whole head
+        *,
+        hidden: Tensor | None = None,  # (1, T, D), what the chunk before made
+        chunk: int = 0,
+    ) -> Any:
+        """(log-probabilities, entropies) of the targets, both (n,) fp32, differentiable.
+
+        With a stage, only the layers of `chunk` run, and the result is (1, T, D) for the next one, if there is one.
+        """
+        inputs = self._inputs(input_ids) if hidden is None else {"inputs_embeds": hidden}
+        with nullcontext() if self.stage is None else self.stage.only(chunk):
+            out = self.model.base_model(
+                **inputs, position_ids=position_ids.unsqueeze(0), plan=plan, use_cache=False
+            ).last_hidden_state
+        if self.stage is not None and not self.stage.is_last(chunk):
+            return out
+        return self._score(out[0], target_rows, target_ids, num_kept)
+
+    def _score(
+        self, hidden: Tensor, target_rows: Tensor, target_ids: Tensor, num_kept: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of the targets, both (n,) fp32, differentiable."""
-        hidden = self.model.base_model(
-            **self._inputs(input_ids), position_ids=position_ids.unsqueeze(0), plan=plan, use_cache=False
-        ).last_hidden_state[0]
         weight = head_weight(self.model)
         rows = chunk_rows(weight.shape[0], self.logits_chunk_bytes)
         chosen = hidden.index_select(0, target_rows)

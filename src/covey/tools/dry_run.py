@@ -19,12 +19,14 @@ from covey import preflight
 from covey.algorithm.losses import find_loss
 from covey.config.load import LoadedConfig
 from covey.config.schema import Config
-from covey.credit import ADVANTAGE_NAMES
+from covey.credit import check_advantage
 from covey.data.load import is_preprocessed
 from covey.distributed.mesh import Mesh, is_main_process, resolve_degrees, world_size
+from covey.distributed.pipeline_order import layers_of_chunks
 from covey.models.architectures import architecture, layers_of
 from covey.models.load import FAMILIES, check_vocabulary, load_skeleton, load_tokenizer, stop_ids
 from covey.parallel import check_heads
+from covey.reference import check_teacher_tokens
 from covey.rewards.base import split_name
 from covey.rewards.runner import Scorer
 from covey.rollout.reward_model import NAME as REWARD_MODEL
@@ -44,7 +46,7 @@ def dry_run(loaded: LoadedConfig[Config], *, resume: bool = False) -> dict[str, 
     report = _Report()
     report.attempt(lambda: preflight.check_output_dir(Path(config.output_dir), resume))
     report.attempt(lambda: find_loss(config.algorithm.loss))
-    report.attempt(lambda: preflight.check_name("algorithm.advantage", config.algorithm.advantage, ADVANTAGE_NAMES))
+    report.attempt(lambda: check_advantage(config.algorithm.advantage))
     device = report.attempt(lambda: devices.resolve(config.device, config.model.dtype))
     mesh = report.attempt(lambda: _layout(config))
     path, trust = config.model.path, config.model.trust_remote_code
@@ -55,6 +57,7 @@ def dry_run(loaded: LoadedConfig[Config], *, resume: bool = False) -> dict[str, 
     if scorer is not None:
         if prompts is not None:
             report.attempt(lambda: check_tasks(scorer, prompts, config.reward.task_key))
+            report.attempt(lambda: _check_pass_on(config, scorer, prompts))
         scorer.close()
     facts: dict[str, dict[str, str]] = {}
     memory: dict[str, int] = {}
@@ -65,7 +68,8 @@ def dry_run(loaded: LoadedConfig[Config], *, resume: bool = False) -> dict[str, 
         report.attempt(lambda: _check_cache(config, model, mesh.tp, device.dtype, longest))
         if config.model.ref_path and config.algorithm.kl_coef:
             report.attempt(lambda: load_skeleton(str(config.model.ref_path), trust_remote_code=trust))
-        memory = memory_per_rank(config, model, mesh, device.dtype)
+        teacher = _teacher(config, tokenizer, report)
+        memory = memory_per_rank(config, model, mesh, device.dtype, teacher)
         if tokenizer is not None:
             report.attempt(lambda: check_vocabulary(model, tokenizer))
             found = report.attempt(lambda: _facts(config, device, mesh, model, tokenizer, prompts, rewards))
@@ -106,11 +110,16 @@ def _amount(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.2f} MiB"
 
 
-def memory_per_rank(config: Config, model: Any, mesh: Mesh, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes on the device of one rank; `dtype`: of weights and compute on the device."""
+def memory_per_rank(config: Config, model: Any, mesh: Mesh, dtype: torch.dtype, teacher: Any = None) -> dict[str, int]:
+    """Bytes on the device of one rank; `dtype`: of weights and compute on the device; offloaded weights left out."""
     size = dtype.itemsize
     total = sum(p.numel() for p in model.parameters())
-    mine = total // (mesh.dp_shard * mesh.cp * mesh.tp)
+    ranks = mesh.dp_shard * mesh.cp * mesh.tp
+    mine = total // ranks
+    reference, distillation = config.reference, config.distillation
+    averaged = 4 if reference.decay and size < 4 else 0  # an fp32 average beside 16-bit weights
+    has_reference = config.algorithm.kl_coef and not reference.offload
+    has_teacher = teacher is not None and distillation is not None and not distillation.offload
     sharded = mesh.world > 1
     copies = 0 if sharded or dtype == torch.float32 else 4 * total  # fp32 masters beside 16-bit weights
     memory = {
@@ -120,7 +129,8 @@ def memory_per_rank(config: Config, model: Any, mesh: Mesh, dtype: torch.dtype) 
         "AdamW moments": 8 * mine,
         # A rollout runs on whole weights, cut by tensor parallelism only; a step gathers less.
         "gathered for rollout": size * total // mesh.tp if sharded else 0,
-        "reference": size * mine if config.algorithm.kl_coef else 0,
+        "reference": (size + averaged) * mine if has_reference else 0,
+        "teacher": size * sum(p.numel() for p in teacher.parameters()) // ranks if has_teacher else 0,
         "logits chunk, its gradient": 2 * config.train.logits_chunk_bytes,
         "activations (rough)": activation_bytes(config, model, mesh.tp, size) // mesh.cp,
         "KV cache (at most)": config.rollout.kv_cache_bytes,
@@ -174,6 +184,7 @@ def _layout(config: Config) -> Mesh:
         dp_shard=parallel.dp_shard,
         cp=parallel.cp,
         tp=parallel.tp,
+        pp=parallel.pp,
     )
     return Mesh(*degrees)
 
@@ -196,6 +207,12 @@ def _rewards(config: Config, report: _Report) -> tuple[Scorer | None, list[dict[
     return scorer, (report.attempt(scorer.ready) or []) if scorer is not None else []
 
 
+def _check_pass_on(config: Config, scorer: Scorer, prompts: Prompts) -> None:
+    probe = all(row["function"] != REWARD_MODEL for row in scorer.ready())
+    rows = prompts.eval or prompts.train
+    preflight.check_pass_on(config.evaluation.pass_on, scorer, rows, config.reward.task_key, probe=probe)
+
+
 def _no_reward(responses: list[str], rows: list[dict[str, Any]], config: dict[str, Any]) -> list[None]:
     raise AssertionError("a dry run scores nothing")
 
@@ -210,6 +227,17 @@ def _prompts(config: Config, tokenizer: Any, report: _Report) -> Prompts | None:
     return report.attempt(lambda: load_prompts(config, tokenizer))
 
 
+def _teacher(config: Config, tokenizer: Any, report: _Report) -> Any:
+    """The teacher without its weights, its tokenizer compared; None without one."""
+    if config.distillation is None:
+        return None
+    path, trust = config.distillation.teacher, config.model.trust_remote_code
+    teacher = report.attempt(lambda: load_skeleton(path, trust_remote_code=trust))
+    if tokenizer is not None:
+        report.attempt(lambda: check_teacher_tokens(config, tokenizer))
+    return teacher
+
+
 def _check_layout(config: Config, model: Any, mesh: Mesh, report: _Report) -> None:
     """Heads, layers and prompts against the ranks."""
     if mesh.world > 1:
@@ -218,6 +246,10 @@ def _check_layout(config: Config, model: Any, mesh: Mesh, report: _Report) -> No
         report.attempt(lambda: architecture(model, f"parallel.tp={mesh.tp}"))
     if mesh.tp * mesh.cp > 1:
         report.attempt(lambda: check_heads(model, mesh.tp, mesh.cp))
+    if mesh.pp > 1:
+        parallel = config.parallel
+        report.attempt(lambda: architecture(model, f"parallel.pp={mesh.pp}"))
+        report.attempt(lambda: layers_of_chunks(_depth(model), mesh.pp, parallel.pp_chunks, parallel.pp_layers))
     if config.train.batch_size < mesh.num_data:
         report.notes.append(
             f"train.batch_size={config.train.batch_size} prompts for {mesh.num_data} data-parallel parts: "
@@ -237,6 +269,10 @@ def _check_cache(config: Config, model: Any, tp: int, dtype: torch.dtype, longes
             f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}, but one prompt of {longest} tokens with a "
             f"response of rollout.max_response_length={config.rollout.max_response_length} needs {needed}: raise it"
         )
+
+
+def _depth(model: Any) -> int:
+    return model.config.get_text_config().num_hidden_layers
 
 
 def _head_dim(text: Any) -> int:
