@@ -1,11 +1,11 @@
 """Checkpoints of a run: `OUTPUT/checkpoints/step-000012/`, complete or absent; any layout reads what another wrote.
 
-Every rank writes its pieces of weights (the fp32 masters, where there are) and moments with
-torch.distributed.checkpoint; rank 0 adds `training.pt` (random state of every rank, optimizer step counts),
-`state.json` (step, data cursor and what else the trainer hands over) and `hf/` (model config and tokenizer, for `covey
-export`). All of it is written beside its place; the file COMPLETE, with the size of every other file, comes last, and
-the directory is moved into place in one step. A directory without COMPLETE, or whose files have other sizes, is never
-loaded.
+Every rank writes its pieces of the trained weights (the fp32 masters, where there are; with LoRA the adapter alone) and
+moments with torch.distributed.checkpoint; rank 0 adds `training.pt` (random state of every rank, optimizer step
+counts), `state.json` (step, data cursor and what else the trainer hands over) and `hf/` (model config and tokenizer,
+for `covey export`). All of it is written beside its place; the file COMPLETE, with the size of every other file, comes
+last, and the directory is moved into place in one step. A directory without COMPLETE, or whose files have other sizes,
+is never loaded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -31,13 +30,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
+from covey.checkpoint_files import MARKER, DamagedError, Keep, complete, damage, sizes, superfluous
 from covey.distributed.collectives import gather_objects, wait_for_all
 from covey.distributed.fsdp import local_tensor
 from covey.distributed.mesh import Mesh
 from covey.distributed.pieces import Cut, Piece, PieceLoadPlanner, PieceSavePlanner, places
+from covey.models.adapters import save_adapter_config
 
 log = logging.getLogger(__name__)
-_MARKER = "COMPLETE"
+Others = Mapping[str, Mapping[str, Tensor]]  # kind -> parameter's name -> this rank's part, live
 
 
 class Optimizer(Protocol):
@@ -63,15 +64,6 @@ class Optimizer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Keep:
-    """Which checkpoints stay: the last ones, every so many steps (0: none), and the best by a metric (higher)."""
-
-    last: int = 2
-    every: int = 0
-    best: str | None = None  # looked up in state["metrics"]
-
-
 class Checkpoints:
     """The checkpoints under one directory. Every method is called on all ranks."""
 
@@ -95,16 +87,18 @@ class Checkpoints:
         optimizer: Optimizer,
         state: dict[str, Any],
         cuts: Mapping[str, Cut] | None = None,
+        others: Others | None = None,
     ) -> None:
         """Write the checkpoint of `step`, then remove those that `keep` does not name.
 
-        `state` must be JSON. Raises OSError when the disk refuses (in the background: at the next call of a method
-        here); older checkpoints are then untouched.
+        others: further weights of the model's shapes, for example a reference's. `state` must be JSON. Raises OSError
+        when the disk refuses (in the background: at the next call of a method here); older checkpoints are then
+        untouched.
         """
         self.wait()
-        pieces = _pieces(model, optimizer, self._mesh, cuts)
+        pieces = _pieces(model, optimizer, self._mesh, cuts, others)
         random = gather_objects(torch.get_rng_state(), self._group, what="random states of the checkpoint")
-        training = {"random": random, "optimizer_steps": optimizer.steps}
+        training = {"random": random, "optimizer_steps": self._steps(model, optimizer)}
 
         def describe(directory: Path) -> None:
             model.config.save_pretrained(directory)
@@ -112,6 +106,7 @@ class Checkpoints:
                 model.generation_config.save_pretrained(directory)
             if tokenizer is not None:
                 tokenizer.save_pretrained(directory)
+            save_adapter_config(model, directory / "adapter")
 
         if not self._background:
             self._write(step, pieces, training, json.dumps(state, indent=1), describe)
@@ -135,7 +130,12 @@ class Checkpoints:
         return complete(self.root)
 
     def load_latest(
-        self, *, model: Any, optimizer: Optimizer | None, cuts: Mapping[str, Cut] | None = None
+        self,
+        *,
+        model: Any,
+        optimizer: Optimizer | None,
+        cuts: Mapping[str, Cut] | None = None,
+        others: Others | None = None,
     ) -> dict[str, Any] | None:
         """Load the newest checkpoint that reads back whole; its state with `path` added, or None when there is none.
 
@@ -144,26 +144,36 @@ class Checkpoints:
         names = gather_objects([p.name for p in self.complete()], self._group, what="names of the checkpoints")[0]
         for name in reversed(names):
             try:
-                return self.load(self.root / name, model=model, optimizer=optimizer, cuts=cuts)
+                return self.load(self.root / name, model=model, optimizer=optimizer, cuts=cuts, others=others)
             except DamagedError as error:
                 log.warning("%s; trying the checkpoint before it", error)
         return None
 
     def load(
-        self, path: Path, *, model: Any, optimizer: Optimizer | None, cuts: Mapping[str, Cut] | None = None
+        self,
+        path: Path,
+        *,
+        model: Any,
+        optimizer: Optimizer | None,
+        cuts: Mapping[str, Cut] | None = None,
+        others: Others | None = None,
     ) -> dict[str, Any]:
         """Load one checkpoint; its state with `path` added. ValueError that names it when that is not possible.
 
+        Those of `others` that it does not hold stay as they are.
         DamagedError (a ValueError) on every rank when any rank cannot read it.
         """
         self.wait()
-        problem = _damage(path)
+        problem = damage(path)
         problems = gather_objects(problem, self._group, what="check of the checkpoint")
         if any(problems):
             raise DamagedError(next(p for p in problems if p))
-        pieces = _pieces(model, optimizer, self._mesh, cuts)
         try:
-            _refuse_other_model(path, pieces)
+            stored = FileSystemReader(path).read_metadata().state_dict_metadata
+            kinds = {name.partition(".")[0] for name in stored}
+            held = {kind: tensors for kind, tensors in (others or {}).items() if kind in kinds}
+            pieces = _pieces(model, optimizer, self._mesh, cuts, held)
+            self._refuse_other_model(path, pieces, stored)
             with _quiet():
                 load_pieces(pieces, checkpoint_id=path, planner=PieceLoadPlanner(), **self._ranks())
             training = torch.load(path / "training.pt", weights_only=True)
@@ -171,11 +181,26 @@ class Checkpoints:
         except (CheckpointException, OSError, RuntimeError, KeyError, EOFError, UnpicklingError) as error:
             raise DamagedError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
         if optimizer is not None:
-            optimizer.steps = training["optimizer_steps"]
+            optimizer.steps = [training["optimizer_steps"][name] for name in _names(model, optimizer)]
             optimizer.publish()
         random = training["random"]
         torch.set_rng_state(random[self._mesh.rank if len(random) == self._mesh.world else 0])
         return state | {"path": str(path)}
+
+    def _steps(self, model: Any, optimizer: Optimizer) -> dict[str, float]:
+        """Step count of every parameter by name; the stages of a pipeline have different ones."""
+        mine = dict(zip(_names(model, optimizer), optimizer.steps, strict=True))
+        parts = gather_objects(mine, self._mesh.pp_group, what="step counts of the checkpoint")
+        return {name: steps for part in parts for name, steps in part.items()}
+
+    def _refuse_other_model(self, path: Path, pieces: Mapping[str, Piece], stored: Mapping[str, Any]) -> None:
+        """ValueError on every rank when the checkpoint does not hold what the ranks want, or more of its kinds."""
+        of_stages = gather_objects(list(pieces), self._mesh.pp_group, what="names of the weights")
+        wanted = {name for names in of_stages for name in names}
+        problem = _difference(pieces, stored, wanted)
+        problems = gather_objects(problem, self._group, what="comparison with the checkpoint")
+        if any(problems):
+            raise ValueError(f"checkpoint {path} belongs to another model: {next(p for p in problems if p)}")
 
     def _ranks(self) -> dict[str, Any]:
         return {"process_group": self._group, "no_dist": self._group is None}
@@ -199,7 +224,7 @@ class Checkpoints:
             torch.save(training, temporary / "training.pt")
             (temporary / "state.json").write_text(state, encoding="utf-8")
             describe(temporary / "hf")
-            (temporary / _MARKER).write_text(json.dumps(_sizes(temporary), indent=1), encoding="utf-8")
+            (temporary / MARKER).write_text(json.dumps(sizes(temporary), indent=1), encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             os.replace(temporary, final)
             for path in superfluous(self.root, self._keep):
@@ -207,82 +232,46 @@ class Checkpoints:
         wait_for_all(self._group, what="completion of the checkpoint")
 
 
-class DamagedError(ValueError):
-    """A checkpoint that cannot be read."""
-
-
-def complete(root: Path) -> list[Path]:
-    """Complete checkpoints under `root`, oldest first."""
-    return sorted(path.parent for path in root.glob(f"step-*/{_MARKER}"))
-
-
-def superfluous(root: Path, keep: Keep) -> list[Path]:
-    """Complete checkpoints that `keep` does not name."""
-    found = complete(root)
-    kept = set(found[-keep.last :])
-    if keep.every:
-        kept |= {path for path in found if int(path.name.removeprefix("step-")) % keep.every == 0}
-    if keep.best is not None:
-        states = [(json.loads((path / "state.json").read_text(encoding="utf-8")), path) for path in found]
-        measured = [(s["metrics"][keep.best], path) for s, path in states if keep.best in s.get("metrics", {})]
-        if measured:
-            kept.add(max(measured)[1])
-    return [path for path in found if path not in kept]
-
-
 def read_weights(path: Path, model: Any) -> None:
     """Load only the weights of a checkpoint into an unsharded model; ValueError when that is not possible."""
     Checkpoints(path.parent).load(path, model=model, optimizer=None)
 
 
-def _pieces(model: Any, optimizer: Optimizer | None, mesh: Mesh, cuts: Mapping[str, Cut] | None) -> dict[str, Piece]:
-    """This rank's part of weights and moments; the tensors are the live ones."""
+def _pieces(
+    model: Any,
+    optimizer: Optimizer | None,
+    mesh: Mesh,
+    cuts: Mapping[str, Cut] | None,
+    others: Others | None = None,
+) -> dict[str, Piece]:
+    """This rank's part of trained weights and moments, live; frozen weights are in the files they came from."""
     where = places(model, mesh, cuts)
-    found = {f"model.{n}": Piece(local_tensor(p).detach(), where[n]) for n, p in model.named_parameters()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {f"model.{n}": Piece(local_tensor(p).detach(), where[n]) for n, p in trained.items()}
     if optimizer is not None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for parameter, master, moments in zip(
-            optimizer.parameters, optimizer.masters, optimizer.moments(), strict=True
-        ):
-            name = names[id(parameter)]
+        for name, master, moments in zip(_names(model, optimizer), optimizer.masters, optimizer.moments(), strict=True):
             found[f"model.{name}"] = Piece(master.detach(), where[name])
             found |= {f"optimizer.{name}.{kind}": Piece(tensor, where[name]) for kind, tensor in moments.items()}
+    for kind, tensors in (others or {}).items():
+        found |= {f"{kind}.{name}": Piece(tensor, where[name]) for name, tensor in tensors.items()}
     return found
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None."""
-    marker = path / _MARKER
-    if not marker.exists():
-        return f"checkpoint {path} is not complete (no file {_MARKER}): it was interrupted while being written"
-    try:
-        expected = json.loads(marker.read_text(encoding="utf-8"))
-    except ValueError:
-        return f"checkpoint {path} is damaged: {_MARKER} does not read back"
-    actual = _sizes(path)
-    for name, size in expected.items():
-        if actual.get(name) != size:
-            found = f"has {actual[name]} bytes" if name in actual else "is missing"
-            return f"checkpoint {path} is damaged: {name} {found}, was written with {size}"
-    return None
+def _names(model: Any, optimizer: Optimizer) -> list[str]:
+    """The optimizer's parameters by name, in its order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for parameter in optimizer.parameters]
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    files: Iterable[Path] = (p for p in directory.rglob("*") if p.is_file() and p.name != _MARKER)
-    return {str(p.relative_to(directory)): p.stat().st_size for p in sorted(files)}
-
-
-def _refuse_other_model(path: Path, pieces: Mapping[str, Piece]) -> None:
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+def _difference(pieces: Mapping[str, Piece], stored: Mapping[str, Any], wanted: Collection[str]) -> str | None:
+    """What of `pieces` is not stored, and what is stored besides `wanted`, of the kinds that are; None: nothing."""
     missing = [name for name in pieces if name not in stored]
-    wanted_kinds = {name.partition(".")[0] for name in pieces}
-    unknown = [name for name in stored if name not in pieces and name.partition(".")[0] in wanted_kinds]
+    kinds = {name.partition(".")[0] for name in wanted}
+    unknown = [name for name in stored if name not in wanted and name.partition(".")[0] in kinds]
     shapes = [n for n, p in pieces.items() if n in stored and getattr(stored[n], "size", None) != p.size()]
     if missing or unknown or shapes:
-        raise ValueError(
-            f"checkpoint {path} belongs to another model: missing {missing[:3]}, unknown {unknown[:3]}, "
-            f"other shapes {shapes[:3]}"
-        )
+        return f"missing {missing[:3]}, unknown {unknown[:3]}, other shapes {shapes[:3]}"
+    return None
 
 
 @contextmanager

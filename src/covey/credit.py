@@ -12,13 +12,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from covey.algorithm.advantages import ADVANTAGES, gdpo, pass_at_k
+from covey.algorithm.advantages import ADVANTAGES, find_advantage, gdpo, pass_at_k
 from covey.algorithm.kl import KL_ESTIMATORS
 from covey.algorithm.shaping import kl_per_response, overlong_penalty
+from covey.algorithm.user_functions import user_function
 from covey.config.schema import AlgorithmConfig
 from covey.types import Group, StepBatch
 
 ADVANTAGE_NAMES = (*ADVANTAGES, "pass_at_k", "gdpo")
+
+
+def check_advantage(name: str) -> None:
+    """ValueError when `algorithm.advantage` is no known name and no function that can be imported."""
+    if name not in ADVANTAGE_NAMES:
+        user_function("algorithm.advantage", name, ADVANTAGE_NAMES)
 
 
 def advantages_of(
@@ -53,7 +60,7 @@ def advantages_of(
         shaped = shaped - kl_coef * kl_per_response(kl, lengths.ravel()).reshape(lengths.shape)
     if algorithm.advantage == "pass_at_k":
         return pass_at_k(shaped, k=algorithm.pass_k, eps=algorithm.advantage_eps)
-    return ADVANTAGES[algorithm.advantage](shaped, eps=algorithm.advantage_eps)
+    return find_advantage(algorithm.advantage)(shaped, eps=algorithm.advantage_eps)
 
 
 def _lengths(groups: list[Group], shape: tuple[int, ...]) -> np.ndarray:

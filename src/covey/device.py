@@ -36,6 +36,11 @@ class Device:
         if self.kind != "cpu":
             _module(self.kind).synchronize()
 
+    def release_memory(self) -> None:
+        """Give freed blocks back, so that others can use them; on cpu they are back already."""
+        if self.kind != "cpu":
+            _module(self.kind).empty_cache()
+
     def peak_memory_bytes(self) -> int:
         """Largest memory so far: allocated on the device; on cpu the process's resident set."""
         if self.kind != "cpu":

@@ -17,6 +17,7 @@ from covey.config.load import LoadedConfig
 from covey.config.schema import Config
 from covey.distributed import mesh as meshes
 from covey.distributed.mesh import Mesh
+from covey.preflight import check_pass_on
 from covey.rewards.runner import Scorer, Scores
 from covey.rollout.engine import RolloutEngine, Sampling
 from covey.rollout.shared import gather_scores
@@ -67,7 +68,7 @@ def run(loaded: LoadedConfig[Config], *, model: str | None = None) -> dict[str, 
                 f"{loaded.source}: no held-out rows to evaluate on; set data.eval, or data.eval_rows above 0"
             )
         check_tasks(scorer, prompts, config.reward.task_key)
-        scorer.ready()
+        check_pass_on(config.evaluation.pass_on, scorer, prompts.eval, config.reward.task_key)
         engine = make_engine(config, parts, prompts)
         values, _, _ = evaluate(engine, scorer, list(prompts.eval), config, parts.mesh)
     meshes.stop()

@@ -40,7 +40,10 @@ METRICS: dict[str, Metric] = {
     "timing/old_log_p": Metric(
         "s", "Log-probabilities of the policy that starts the update; 0 when not needed.", "max"
     ),
-    "timing/reference_model": Metric("s", "Log-probabilities of the reference; 0 without a KL term.", "max"),
+    "timing/reference_model": Metric(
+        "s", "Log-probabilities of the reference, and its moves; 0 without a KL term.", "max"
+    ),
+    "timing/teacher_model": Metric("s", "Log-probabilities of the teacher; 0 without distillation.", "max"),
     "timing/update": Metric("s", "Forward, backward and optimizer steps.", "max"),
     "timing/sync": Metric("s", "Handing the new weights to the rollout engine.", "max"),
     "timing/eval": Metric("s", "Held-out evaluation, on steps that have one; not part of timing/all.", "max"),
@@ -93,6 +96,13 @@ METRICS: dict[str, Metric] = {
     ),
     "actor/kl_loss": Metric("nats", "Estimated KL to the reference per token, before its coefficient."),
     "actor/kl_coef": Metric("1", "Coefficient of the KL term in this step; changes with algorithm.kl_target.", "same"),
+    "actor/entropy_coef": Metric(
+        "1", "Weight of the entropy bonus in this step; reported when algorithm.entropy_target steers it.", "same"
+    ),
+    "distill/kl": Metric(
+        "nats",
+        "Mean old log-probability - teacher's: estimates the KL(policy || teacher) per token; k1, may be negative.",
+    ),
     "actor/entropy": Metric(
         "nats", "Mean entropy per token of the policy at the training temperature; always computed."
     ),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from covey.config.presets import describe_preset
-from covey.config.schema import Config
+from covey.config.schema import Config, DistillationConfig
+from covey.data.prompts import PromptSet
+from covey.models.adapters import describe_adapter, has_adapter
+from covey.rewards.runner import Scorer
+from covey.types import Group, Response
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +32,6 @@ def check_output_dir(output: Path, resume: bool | str | None) -> None:
         )
 
 
-def check_name(key: str, name: str, known: Iterable[str]) -> None:
-    """ValueError with the nearest and all known names when a registry has no `name`."""
-    names = sorted(known)
-    if name not in names:
-        near = get_close_matches(name, names, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ";"
-        raise ValueError(f"{key}: {name!r} is unknown{hint} known: {', '.join(names)}")
-
-
 def check_lengths(longest_prompt: int, config: Config, model: Any) -> None:
     """ValueError when the longest prompt and a response together exceed the positions of the model (its config)."""
     limit = getattr(model, "max_position_embeddings", None)
@@ -46,6 +42,40 @@ def check_lengths(longest_prompt: int, config: Config, model: Any) -> None:
             f"{config.rollout.max_response_length} = {longest} tokens, but the model has positions for {limit}: "
             "lower data.max_prompt_length or rollout.max_response_length"
         )
+
+
+def check_pass_on(
+    pass_on: str | None, scorer: Scorer, prompts: PromptSet, task_key: str, *, probe: bool = True
+) -> None:
+    """ValueError when evaluation.pass_on is neither a reward nor a part of one.
+
+    Which parts a function returns is known once it has scored: it is given the reference answer of a row of each task
+    (unless `probe` is off).
+    """
+    labels = [row["reward"] for row in scorer.ready()]
+    if pass_on is None or pass_on in labels:
+        return
+    label = pass_on.rpartition("/")[0]
+    if label not in labels:
+        raise ValueError(_unknown_reward(pass_on, labels))
+    if not probe:
+        return
+    tasks = prompts.table[task_key].to_pylist() if task_key in prompts.table.column_names else []
+    rows = sorted({tasks.index(task) for task in tasks} or {0})
+    answers = [(prompts[i], str(prompts[i].row.get("response", ""))) for i in rows]
+    scores = scorer.score([Group(prompt, [Response([0], [0.0], text=answer)]) for prompt, answer in answers])
+    parts = [name for name in scores.details if name.rpartition("/")[0] == label]
+    if pass_on in parts:
+        return
+    if label in scores.parts and not np.isnan(scores.parts[label]).all():
+        raise ValueError(_unknown_reward(pass_on, [*labels, *parts]))
+    log.warning("evaluation.pass_on: reward %s did not score a reference answer, so %r was not checked", label, pass_on)
+
+
+def _unknown_reward(pass_on: str, known: Sequence[str]) -> str:
+    near = get_close_matches(pass_on, known, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ";"
+    return f"evaluation.pass_on: {pass_on!r} is neither a reward nor a part of one{hint} known: {', '.join(known)}"
 
 
 def warn_changed_config(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -73,6 +103,7 @@ def facts(
     *,
     device: dict[str, str],
     model: Any,
+    num_parameters: int,
     num_prompts: int,
     num_eval: int,
     dropped: Mapping[str, int],
@@ -85,25 +116,24 @@ def facts(
     mini = algorithm.mini_batch_size or train.batch_size
     per_step = algorithm.epochs * (train.batch_size // mini)
     longest = config.data.max_prompt_length + rollout.num_samples * (rollout.max_response_length - 1)
-    parameters = sum(p.numel() for p in model.parameters())
     drops = "".join(f", {count} dropped ({reason})" for reason, count in dropped.items() if count)
     return {
         "Device": device | {"engine": "native"},
         "Model": {
             "path": config.model.path,
-            "architecture": f"{model.config.model_type}, {parameters / 1e6:,.1f}M parameters, "
+            "architecture": f"{model.config.model_type}, {num_parameters / 1e6:,.1f}M parameters, "
             f"vocabulary {model.config.vocab_size:,}",
             "stop tokens": ", ".join(f"{token} ({i})" for i, token in stop_tokens.items()),
-            "reference": (config.model.ref_path or "starting weights")
-            if algorithm.kl_coef
-            else "not loaded (kl_coef 0)",
+            **({"adapter": describe_adapter(model)} if has_adapter(model) else {}),
+            "reference": _describe_reference(config),
+            **({} if config.distillation is None else {"teacher": _describe_teacher(config.distillation)}),
         },
         "Data": {
             "prompts": f"{num_prompts:,}{drops}",
             "held out": f"{num_eval:,}",
             "epochs": f"{train.steps * train.batch_size / num_prompts:.2f} over {train.steps} steps",
         },
-        "Rewards": {row["reward"]: _describe_reward(row) for row in rewards} or {"none": "every response is unscored"},
+        "Rewards": {row["reward"]: _describe_reward(row) for row in rewards} or {"none": "the teacher alone"},
         "Each step": {
             "preset": describe_preset(algorithm.preset, algorithm.model_dump()),
             "responses": f"{train.batch_size} prompts x G {rollout.num_samples} = {num_responses}",
@@ -117,6 +147,22 @@ def facts(
             else "not needed: one optimizer step per rollout, the ratio is 1",
         },
     }
+
+
+def _describe_reference(config: Config) -> str:
+    settings = config.reference
+    if not config.algorithm.kl_coef:
+        return "not loaded (kl_coef 0)"
+    notes = [config.model.ref_path or ("starting weights" if config.lora is None else "the model without the adapter")]
+    if settings.sync_every:
+        moves = f"decay {settings.decay:g}" if settings.decay else "it becomes the policy"
+        notes.append(f"moves every {settings.sync_every} steps ({moves})")
+    return ", ".join(notes + ["in host memory between uses"] * settings.offload)
+
+
+def _describe_teacher(settings: DistillationConfig) -> str:
+    notes = [settings.teacher, f"coef {settings.coef:g}", f"discount {settings.discount:g}"]
+    return ", ".join(notes + ["in host memory between uses"] * settings.offload)
 
 
 def _describe_reward(row: Mapping[str, str]) -> str:

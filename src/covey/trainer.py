@@ -25,12 +25,12 @@ from covey.algorithm.losses import find_loss
 from covey.checkpoint import Checkpoints, Keep
 from covey.config.load import LoadedConfig
 from covey.config.schema import Config
-from covey.credit import ADVANTAGE_NAMES
+from covey.credit import check_advantage
 from covey.data.dataset import PromptStream
 from covey.distributed import mesh as meshes
 from covey.distributed.collectives import any_true, max_dicts
 from covey.evaluate import evaluate, passes
-from covey.learner import Learner
+from covey.learner import make_learner
 from covey.loggers import Logger, SilentLogger, open_loggers
 from covey.metrics import summarize
 from covey.rewards.scores import Scores
@@ -42,11 +42,9 @@ from covey.setup import (
     Prompts,
     check_tasks,
     load_prompts,
-    load_reference,
     load_run_parts,
     made_on,
     make_engine,
-    make_optimizer,
     make_scorer,
     sampling_of,
     stop_token_ids,
@@ -86,7 +84,7 @@ class Run:
         if meshes.is_main_process():
             preflight.check_output_dir(self.output, resume)
         find_loss(config.algorithm.loss)
-        preflight.check_name("algorithm.advantage", config.algorithm.advantage, ADVANTAGE_NAMES)
+        check_advantage(config.algorithm.advantage)
         self.parts: Parts = load_run_parts(config)
         self.scorer = make_scorer(config, self.parts)
         self.mesh = self.parts.mesh
@@ -94,10 +92,10 @@ class Run:
         self.prompts: Prompts = load_prompts(config, self.parts.tokenizer)
         preflight.check_lengths(int(self.prompts.train.lengths.max()), config, self.policy.model.config)
         check_tasks(self.scorer, self.prompts, config.reward.task_key)
+        rows = self.prompts.eval or self.prompts.train
+        preflight.check_pass_on(config.evaluation.pass_on, self.scorer, rows, config.reward.task_key)
         self.engine = make_engine(config, self.parts, self.prompts)
-        self.ref = load_reference(config, self.parts) if config.algorithm.kl_coef else None
-        self.optimizer = make_optimizer(self.parts, config.train)
-        self.learner = Learner(config, self.policy, self.ref, self.scorer, self.optimizer)
+        self.learner = make_learner(config, self.parts, self.scorer)
         keep = Keep(last=config.checkpoint.keep_last, every=config.checkpoint.keep_every, best=config.checkpoint.best)
         self.checkpoints = Checkpoints(
             self.output / "checkpoints", self.mesh, keep=keep, background=config.checkpoint.background
@@ -185,7 +183,7 @@ class Run:
             ranges=scores.ranges,
             old_logprobs=None if old is None else old.cpu().numpy(),
             ref_logprobs=None if ref is None else ref.cpu().numpy(),
-            checksum=self.optimizer.checksum() if self.mesh.world == 1 else "",  # this rank has pieces only
+            checksum=self.learner.optimizer.checksum() if self.mesh.world == 1 else "",  # this rank has pieces only
             made_on=made_on(self.parts),
         )
         write_records(self.output, step, batch.groups, scores.total, scores.parts, batch.advantages, trained=trained)
@@ -227,16 +225,12 @@ class Run:
         """Write the checkpoint of the finished step; `metrics` are its values, for checkpoint.best."""
         self.checkpoints.save(
             self.done,
-            model=self.policy.model,
             tokenizer=self.parts.tokenizer,
-            optimizer=self.optimizer,
-            cuts=self.policy.parallel.cuts,
+            **self.learner.checkpoint_parts(saving=True),
             state={
                 "step": self.done,
-                "optimizer_steps": self.policy.optimizer_steps,
-                "kl_coef": self.policy.kl_coef,
+                **self.learner.state_dict(),
                 "stream": self.stream.state_dict(),
-                "scorer": self.scorer.state_dict(),
                 "evaluations": {str(step): values for step, values in self.evaluations.items()},
                 "metrics": {k: v for k, v in (metrics or {}).items() if math.isfinite(v)},
                 "config": self.config.model_dump(mode="json"),
@@ -262,6 +256,9 @@ class Run:
         elif self.config.checkpoint.export:
             self.policy.export(self.parts.tokenizer, self.output / "model")
             summary["model"] = str(self.output / "model")
+            if self.config.lora is not None:
+                self.policy.export_adapter(self.output / "adapter")
+                summary["adapter"] = str(self.output / "adapter")
         if self.mesh.is_main:
             (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return summary
@@ -278,11 +275,7 @@ class Run:
         return step % every == 0 or step == self.config.train.steps
 
     def _resume(self, resume: bool | str) -> None:
-        parts: dict[str, Any] = {
-            "model": self.policy.model,
-            "optimizer": self.optimizer,
-            "cuts": self.policy.parallel.cuts,
-        }
+        parts = self.learner.checkpoint_parts(saving=False)
         if isinstance(resume, str) and resume != "auto":
             state = self.checkpoints.load(Path(resume), **parts)
         else:
@@ -292,10 +285,8 @@ class Run:
                 return
             raise ValueError(f"--resume: no complete checkpoint under {self.checkpoints.root}; start without --resume")
         preflight.warn_changed_config(state["config"], self.config.model_dump(mode="json"))
-        self.policy.optimizer_steps = state["optimizer_steps"]
-        self.policy.kl_coef = state["kl_coef"]
+        self.learner.load_state_dict(state)
         self.stream.load_state_dict(state["stream"])
-        self.scorer.load_state_dict(state["scorer"])
         self.evaluations = {int(step): values for step, values in state["evaluations"].items()}
         self.done = self.saved = state["step"]
         self.engine.load_weights(self.policy.weights(), version=self.policy.optimizer_steps)
@@ -308,8 +299,9 @@ class Run:
         (self.output / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         facts = preflight.facts(
             self.config,
-            device=self.parts.device.describe(),
+            device=self.parts.describe() | self.policy.parallel.describe(),
             model=self.policy.model,
+            num_parameters=self.policy.parallel.num_parameters,
             num_prompts=len(self.prompts.train),
             num_eval=len(self.prompts.eval) if self.prompts.eval else 0,
             dropped=self.prompts.train.drops,

@@ -65,7 +65,8 @@ class StepBatch:
     rewards: np.ndarray  # (P, G) float64; NaN where no reward function could score the response
     advantages: np.ndarray  # (P, G) float64; 0 where the reward is NaN
     old_logprobs: Tensor | None = None  # (N,) under the policy that starts the update; None: equal to the current ones
-    ref_logprobs: Tensor | None = None  # (N,) under the frozen reference; None when kl_coef is 0
+    ref_logprobs: Tensor | None = None  # (N,) under the reference; None when kl_coef is 0
+    teacher_logprobs: Tensor | None = None  # (N,) under the teacher; None without distillation
 
 
 @dataclass

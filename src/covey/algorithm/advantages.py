@@ -17,6 +17,8 @@ from math import comb
 
 import numpy as np
 
+from covey.algorithm.user_functions import user_function
+
 
 def group_norm(rewards: np.ndarray, *, eps: float) -> np.ndarray:
     """(r - mean of the group) / (std of the group + eps).
@@ -175,3 +177,31 @@ ADVANTAGES: dict[str, Advantage] = {
     "batch_std": batch_std,
     "group_center_batch_norm": group_center_batch_norm,
 }
+
+
+def find_advantage(name: str) -> Advantage:
+    """The advantage called `name`, or the user's at "module:function"; ValueError with the known names without one.
+
+    A user's function is called as the ones above, with rewards (P, G) and eps. What it returns is checked at every step
+    (ValueError): an array (P, G), finite where there is a reward. Elsewhere the advantage is 0, whatever it says.
+    """
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    function = user_function("algorithm.advantage", name, ADVANTAGES)
+
+    def checked(rewards: np.ndarray, *, eps: float) -> np.ndarray:
+        values = np.asarray(function(rewards.copy(), eps=eps), dtype=np.float64)
+        if values.shape != rewards.shape:
+            raise ValueError(
+                f"algorithm.advantage={name!r} returned shape {values.shape} for rewards {rewards.shape} "
+                "(prompts, responses): return one advantage for each reward"
+            )
+        if (bad := ~np.isfinite(values) & _scored(rewards)).any():
+            p, g = (int(i) for i in np.argwhere(bad)[0])
+            raise ValueError(
+                f"algorithm.advantage={name!r} returned {values[p, g]} for reward {rewards[p, g]} of prompt {p}, "
+                f"response {g}: return finite numbers; rewards of the group: {rewards[p].tolist()}"
+            )
+        return _zero_unscored(values, rewards)
+
+    return checked

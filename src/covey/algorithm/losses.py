@@ -13,7 +13,6 @@ beyond +-20 is held there (no gradient), so that its exponential is finite.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from covey.algorithm.correction import response_sum
 from covey.algorithm.kl import MAX_LOG_RATIO
+from covey.algorithm.user_functions import user_function
 
 
 @dataclass(frozen=True)
@@ -226,16 +226,7 @@ LOSSES: dict[str, LossFn] = {
 
 def find_loss(name: str) -> LossFn:
     """The loss called `name`, or the function at "module:function"; ValueError with the known names without one."""
-    if name in LOSSES:
-        return LOSSES[name]
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function) if function else LOSSES[name]
-    except (ImportError, AttributeError, KeyError) as error:
-        known = ", ".join(LOSSES)
-        raise ValueError(
-            f"algorithm.loss={name!r} is not found ({error}); known: {known}, or module:function"
-        ) from error
+    return LOSSES[name] if name in LOSSES else user_function("algorithm.loss", name, LOSSES)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, finite: Tensor, options: LossOptions) -> TokenLoss:

@@ -4,7 +4,8 @@
 
 in TRL's order: masks and rollout weights act on the policy loss and not on the KL. Multiply by the token weights of
 aggregation.py and sum. So KL and entropy share the denominator of the policy loss (TRL and MindSpeed-RL average the
-entropy over tokens whatever the aggregation; with `token_mean` that is the same).
+entropy over tokens whatever the aggregation; with `token_mean` that is the same). The advantage in the policy loss is
+the response's, plus with a teacher the token's own (distillation.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.algorithm.correction import on_policy_enough, rollout_weights
+from covey.algorithm.correction import finite_difference, on_policy_enough, rollout_weights
+from covey.algorithm.distillation import distillation_advantages
 from covey.algorithm.kl import KL_ESTIMATORS
 from covey.algorithm.losses import LossFn, LossOptions, TokenLoss
 
@@ -32,6 +34,8 @@ class Objective:
     rollout_correction: str | None = None  # a kind of correction.py
     rollout_ratio_low: float | None = None
     rollout_ratio_high: float = 2.0
+    distill_coef: float = 0.0  # weight of the teacher's advantages; read with Tokens.teacher_logprobs
+    distill_discount: float = 0.0
     off_policy_max_kl: float | None = None  # responses with a negative advantage further away are left out
 
 
@@ -47,6 +51,7 @@ class Tokens:
     advantages: Tensor  # the response's, repeated
     response_index: Tensor  # int64, 0..num_responses-1
     num_responses: int
+    teacher_logprobs: Tensor | None = None  # under the teacher; None: no distillation
     keep: Tensor | None = None  # bool: tokens whose policy loss counts (high_entropy_tokens); None: all
 
 
@@ -58,14 +63,25 @@ class TokenObjective:
     policy: TokenLoss  # its loss after masks and rollout weights
     kl: Tensor | None  # before its coefficient
     rollout_weight: Tensor | None  # None: no correction
+    distill_kl: Tensor | None = None  # log p_old - log p_teacher, 0 where not finite; None: no distillation
 
 
 def token_objective(tokens: Tokens, objective: Objective) -> TokenObjective:
     """The objective of every token; see the module's formula."""
+    advantages, distill_kl = tokens.advantages, None
+    if tokens.teacher_logprobs is not None:
+        distill_kl = finite_difference(tokens.old_logprobs, tokens.teacher_logprobs)
+        advantages = advantages + distillation_advantages(
+            tokens.old_logprobs,
+            tokens.teacher_logprobs,
+            tokens.response_index,
+            coef=objective.distill_coef,
+            discount=objective.distill_discount,
+        )
     policy = objective.loss(
         tokens.logprobs,
         tokens.old_logprobs,
-        tokens.advantages,
+        advantages,
         tokens.response_index,
         tokens.num_responses,
         objective.options,
@@ -75,7 +91,7 @@ def token_objective(tokens: Tokens, objective: Objective) -> TokenObjective:
         near = on_policy_enough(
             tokens.logprobs,
             tokens.rollout_logprobs,
-            tokens.advantages,
+            advantages,
             tokens.response_index,
             tokens.num_responses,
             max_kl=objective.off_policy_max_kl,
@@ -102,4 +118,4 @@ def token_objective(tokens: Tokens, objective: Objective) -> TokenObjective:
         total = total + objective.kl_coef * kl
     if objective.entropy_coef:
         total = total - objective.entropy_coef * torch.where(policy.finite, tokens.entropy, 0.0)
-    return TokenObjective(total, TokenLoss(loss, policy.clipped, policy.ratio, policy.finite), kl, weight)
+    return TokenObjective(total, TokenLoss(loss, policy.clipped, policy.ratio, policy.finite), kl, weight, distill_kl)

@@ -36,7 +36,7 @@ class AlgorithmConfig(Section):
     """Loss per token: grpo, gspo, gspo_token, cispo, sapo, rloo, reinforce, vespo, or "module:function"."""
     advantage: str = "group_norm"
     """How rewards become advantages: group_norm, group_center, rloo, batch_norm, batch_std, group_center_batch_norm,
-    pass_at_k, gdpo."""
+    pass_at_k, gdpo, or "module:function" (docs/math.md)."""
     pass_k: PositiveInt = 2
     """The k of advantage pass_at_k."""
     advantage_eps: NonNegative = 1e-6
@@ -72,7 +72,14 @@ class AlgorithmConfig(Section):
     kl_horizon: PositiveInt = 10_000
     """Responses over which kl_coef changes by at most 20 % (with kl_target)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_target, the one to start from."""
+    entropy_target: Annotated[float, Field(gt=0.0)] | None = None
+    """Mean entropy per token, nats, below which the bonus is on and its weight grows, and above which it is off and the
+    weight shrinks (docs/math.md); null: entropy_coef is fixed."""
+    entropy_coef_delta: Annotated[float, Field(gt=0.0)] = 0.005
+    """How much the weight changes in a step (with entropy_target)."""
+    entropy_coef_max: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest weight (with entropy_target); the smallest is 0."""
     top_entropy_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of tokens, those of highest entropy, that the policy loss counts; below 1 costs one more forward pass."""
     rollout_correction: Literal[
@@ -120,6 +127,11 @@ class AlgorithmConfig(Section):
                 )
         if self.kl_target is not None and not self.kl_coef:
             raise ValueError(f"kl_target={self.kl_target} with kl_coef=0: give kl_coef a value to start from")
+        if self.entropy_target is not None and not 0.0 <= self.entropy_coef <= self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef={self.entropy_coef} with entropy_target={self.entropy_target}: the weight starts there "
+                f"and stays between 0 and entropy_coef_max={self.entropy_coef_max}; choose one between"
+            )
         if self.kl_in_reward and (not self.kl_coef or self.kl_importance_weighted or self.advantage == "gdpo"):
             raise ValueError(
                 f"kl_in_reward=True with kl_coef={self.kl_coef}, kl_importance_weighted={self.kl_importance_weighted}, "

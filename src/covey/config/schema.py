@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from covey.config.algorithm import AlgorithmConfig
-from covey.config.lora import LoraConfig
+from covey.config.lora import LoraConfig, check_reference
 from covey.config.scoring_models import DistillationConfig, ReferenceConfig
 from covey.config.section import NonNegative, NonNegativeInt, PositiveInt, Probability, Section
 
@@ -28,6 +28,8 @@ class ModelConfig(Section):
     only when kl_coef is not 0."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Numbers the weights are kept and computed in; auto: float32 on cpu, bfloat16 on cuda and npu."""
+    kernels: Literal["auto", "reference"] = "auto"
+    """auto: the device's fused attention, norm, rotary embedding and SwiGLU, tested at start; reference: plain torch."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more compute."""
     trust_remote_code: bool = False
@@ -368,6 +370,7 @@ class Config(Section):
             "algorithm.max_rounds": self.algorithm.max_rounds > 1,
             "algorithm.kl_in_reward": self.algorithm.kl_in_reward,
             "algorithm.overlong_buffer": self.algorithm.overlong_buffer > 0,
+            "reward.normalization": self.reward.normalization != "none",
             "data.curriculum": curriculum is not None and (curriculum.drop_after > 0 or curriculum.by == "pass_rate"),
         }
         if useless := [key for key, is_set in readers.items() if is_set]:
@@ -390,16 +393,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _reference_beside_an_adapter(self) -> Config:
-        if self.lora is not None and self.reference.sync_every:
-            raise ValueError(
-                f"reference.sync_every={self.reference.sync_every} with lora: the policy is the base model with an adapter, "
-                "which a reference does not have, so that it cannot follow; remove sync_every"
-            )
-        if self.lora is not None and self.reference.offload and self.model.ref_path is None:
-            raise ValueError(
-                "reference.offload=True with lora: the reference is the base model that the policy runs on, there is no "
-                "second copy to move; remove offload, or name another reference by model.ref_path"
-            )
+        if self.lora is not None:
+            check_reference(self.reference, self.model.ref_path)
         return self
 
     @model_validator(mode="after")

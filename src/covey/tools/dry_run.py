@@ -22,15 +22,16 @@ from covey.config.schema import Config
 from covey.credit import check_advantage
 from covey.data.load import is_preprocessed
 from covey.distributed.mesh import Mesh, is_main_process, resolve_degrees, world_size
-from covey.distributed.pipeline_order import layers_of_chunks
+from covey.distributed.pipeline_order import describe_stages, layers_of_chunks
 from covey.models.architectures import architecture, layers_of
 from covey.models.load import FAMILIES, check_vocabulary, load_skeleton, load_tokenizer, stop_ids
+from covey.models.stages import stage_parameters
 from covey.parallel import check_heads
 from covey.reference import check_teacher_tokens
 from covey.rewards.base import split_name
 from covey.rewards.runner import Scorer
 from covey.rollout.reward_model import NAME as REWARD_MODEL
-from covey.setup import Prompts, check_tasks, load_prompts
+from covey.setup import Prompts, attach_adapter, check_tasks, load_prompts
 
 T = TypeVar("T")
 
@@ -61,6 +62,9 @@ def dry_run(loaded: LoadedConfig[Config], *, resume: bool = False) -> dict[str, 
         scorer.close()
     facts: dict[str, dict[str, str]] = {}
     memory: dict[str, int] = {}
+    if model is not None and config.lora is not None:
+        lora = config.lora
+        report.attempt(lambda: attach_adapter(model, lora, config.model, seed=config.seed, dtype=torch.float32))
     if model is not None and mesh is not None and device is not None:
         longest = config.data.max_prompt_length if prompts is None else int(prompts.train.lengths.max())
         _check_layout(config, model, mesh, report)
@@ -114,19 +118,24 @@ def memory_per_rank(config: Config, model: Any, mesh: Mesh, dtype: torch.dtype, 
     """Bytes on the device of one rank; `dtype`: of weights and compute on the device; offloaded weights left out."""
     size = dtype.itemsize
     total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)  # less with an adapter
     ranks = mesh.dp_shard * mesh.cp * mesh.tp
-    mine = total // ranks
+    chunks = layers_of_chunks(len(layers_of(model)), mesh.pp, config.parallel.pp_chunks, config.parallel.pp_layers)
+    mine = max(stage_parameters(model, chunks, mesh.pp)) // ranks
     reference, distillation = config.reference, config.distillation
     averaged = 4 if reference.decay and size < 4 else 0  # an fp32 average beside 16-bit weights
-    has_reference = config.algorithm.kl_coef and not reference.offload
+    own_weights = config.lora is None or config.model.ref_path is not None  # else the policy's, without the adapter
+    has_reference = config.algorithm.kl_coef and own_weights and not reference.offload
     has_teacher = teacher is not None and distillation is not None and not distillation.offload
     sharded = mesh.world > 1
-    copies = 0 if sharded or dtype == torch.float32 else 4 * total  # fp32 masters beside 16-bit weights
+    copies = 0 if sharded or dtype == torch.float32 else 4 * trained  # fp32 masters beside 16-bit weights
     memory = {
-        "weights": 4 * mine if sharded else size * total,  # pieces are fp32 masters themselves
+        # Trained pieces are fp32 masters themselves.
+        "weights": (4 * trained + size * (total - trained)) // ranks if sharded else size * total,
         "fp32 masters": copies,
-        "gradients": (4 * mine if sharded else size * total) + copies,  # copied to fp32 for the optimizer step
-        "AdamW moments": 8 * mine,
+        # Copied to fp32 for the optimizer step.
+        "gradients": (4 * trained // ranks if sharded else size * trained) + copies,
+        "AdamW moments": 8 * trained // ranks,
         # A rollout runs on whole weights, cut by tensor parallelism only; a step gathers less.
         "gathered for rollout": size * total // mesh.tp if sharded else 0,
         "reference": (size + averaged) * mine if has_reference else 0,
@@ -177,16 +186,8 @@ class _Report:
 
 
 def _layout(config: Config) -> Mesh:
-    parallel = config.parallel
-    degrees = resolve_degrees(
-        world_size(),
-        dp_replicate=parallel.dp_replicate,
-        dp_shard=parallel.dp_shard,
-        cp=parallel.cp,
-        tp=parallel.tp,
-        pp=parallel.pp,
-    )
-    return Mesh(*degrees)
+    degrees = config.parallel.model_dump(include={"dp_replicate", "dp_shard", "cp", "tp", "pp"})
+    return Mesh(*resolve_degrees(world_size(), **degrees))
 
 
 def _rewards(config: Config, report: _Report) -> tuple[Scorer | None, list[dict[str, str]]]:
@@ -247,9 +248,8 @@ def _check_layout(config: Config, model: Any, mesh: Mesh, report: _Report) -> No
     if mesh.tp * mesh.cp > 1:
         report.attempt(lambda: check_heads(model, mesh.tp, mesh.cp))
     if mesh.pp > 1:
-        parallel = config.parallel
         report.attempt(lambda: architecture(model, f"parallel.pp={mesh.pp}"))
-        report.attempt(lambda: layers_of_chunks(_depth(model), mesh.pp, parallel.pp_chunks, parallel.pp_layers))
+        report.attempt(lambda: _chunks(config, model, mesh))
     if config.train.batch_size < mesh.num_data:
         report.notes.append(
             f"train.batch_size={config.train.batch_size} prompts for {mesh.num_data} data-parallel parts: "
@@ -271,8 +271,9 @@ def _check_cache(config: Config, model: Any, tp: int, dtype: torch.dtype, longes
         )
 
 
-def _depth(model: Any) -> int:
-    return model.config.get_text_config().num_hidden_layers
+def _chunks(config: Config, model: Any, mesh: Mesh) -> list[range]:
+    depth = model.config.get_text_config().num_hidden_layers
+    return layers_of_chunks(depth, mesh.pp, config.parallel.pp_chunks, config.parallel.pp_layers)
 
 
 def _head_dim(text: Any) -> int:
@@ -292,8 +293,9 @@ def _facts(
     stops = stop_ids(model, tokenizer, extra=[*config.rollout.stop_token_ids, *template])
     facts = preflight.facts(
         config,
-        device=device.describe() | mesh.describe(),
+        device=device.describe() | mesh.describe() | describe_stages(_chunks(config, model, mesh), mesh.pp),
         model=model,
+        num_parameters=sum(p.numel() for p in model.parameters()),
         num_prompts=len(prompts.train) if prompts is not None else 1,
         num_eval=len(prompts.eval) if prompts is not None and prompts.eval else 0,
         dropped=prompts.train.drops if prompts is not None else {},
