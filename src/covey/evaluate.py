@@ -14,9 +14,11 @@ from contextlib import closing
 import numpy as np
 
 from covey.config.load import LoadedConfig
+from covey.config.lora import LoraConfig
 from covey.config.schema import Config
 from covey.distributed import mesh as meshes
 from covey.distributed.mesh import Mesh
+from covey.models.adapters import is_adapter_directory
 from covey.preflight import check_pass_on
 from covey.rewards.runner import Scorer, Scores
 from covey.rollout.engine import RolloutEngine, Sampling
@@ -55,11 +57,15 @@ def evaluate(
 
 def run(loaded: LoadedConfig[Config], *, model: str | None = None) -> dict[str, float]:
     """Evaluate `model` (default: the configuration's) on the configuration's held-out rows; prints one line."""
-    config = loaded.config
-    if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    config = _evaluated(loaded.config, model)
     parts = load_parts(
-        config.model, config.train, config.parallel, kind=config.device, temperature=config.rollout.temperature
+        config.model,
+        config.train,
+        config.parallel,
+        kind=config.device,
+        temperature=config.rollout.temperature,
+        lora=config.lora,
+        debug=config.debug,
     )
     with closing(make_scorer(config, parts)) as scorer:
         prompts = load_prompts(config, parts.tokenizer)
@@ -75,6 +81,19 @@ def run(loaded: LoadedConfig[Config], *, model: str | None = None) -> dict[str, 
     if parts.mesh.is_main:
         sys.stderr.write("  ".join(f"{name} {value:.4g}" for name, value in values.items()) + "\n")
     return values
+
+
+def _evaluated(config: Config, model: str | None) -> Config:
+    """The configuration with the model to evaluate in place of the one to train from.
+
+    An adapter is evaluated on the configuration's model; one that training would start from zero is left out.
+    """
+    if model is None:
+        new = config.lora is not None and config.lora.path is None
+        return config.model_copy(update={"lora": None}) if new else config
+    if is_adapter_directory(model):
+        return config.model_copy(update={"lora": LoraConfig(path=model)})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": model}), "lora": None})
 
 
 def passes(scores: Scores, *, threshold: float, pass_on: str | None) -> np.ndarray:

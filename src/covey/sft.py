@@ -32,7 +32,16 @@ def run(loaded: LoadedConfig[SftRunConfig]) -> dict[str, Any]:
     output = Path(config.output_dir)
     if meshes.is_main_process():
         preflight.check_output_dir(output, resume=None)
-    parts = load_parts(config.model, config.train, config.parallel, kind=config.device, temperature=1.0)
+    parts = load_parts(
+        config.model,
+        config.train,
+        config.parallel,
+        kind=config.device,
+        temperature=1.0,
+        lora=config.lora,
+        seed=config.seed,
+        debug=config.debug,
+    )
     prompts = _demonstrations(config, parts)
     stop_id = (prompts.stop_token_ids or [parts.tokenizer.eos_token_id])[0]
     batch_size = min(config.train.batch_size, len(prompts))
@@ -66,6 +75,9 @@ def run(loaded: LoadedConfig[SftRunConfig]) -> dict[str, Any]:
         "loss": values["sft/loss"],
         "model": str(output / "model"),
     }
+    if config.lora is not None:
+        parts.policy.export_adapter(output / "adapter")
+        summary["adapter"] = str(output / "adapter")
     if parts.mesh.is_main:
         (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     meshes.stop()

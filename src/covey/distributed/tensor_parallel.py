@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from covey.distributed.agreement import agree
 from covey.distributed.collectives import sum_tensor
 from covey.distributed.mesh import Mesh, ProcessGroup
 from covey.distributed.pieces import Cut
@@ -152,6 +153,7 @@ def whole_tensor(tensor: Tensor, cut: Cut | None, group: ProcessGroup) -> Tensor
     padded = mine.new_zeros((max(lengths), *mine.shape[1:]))
     padded[: mine.shape[0]] = mine
     parts = [torch.empty_like(padded) for _ in lengths]
+    agree("gathering", padded, group, what="the whole of a cut weight or of logits")
     dist.all_gather(parts, padded, group=group)
     whole = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
     return whole.movedim(0, cut.dim).contiguous()
@@ -224,6 +226,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad = grads[0].contiguous().clone()
+        agree("sum", grad, ctx.group, what="gradient at the entry of a cut block")
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
@@ -234,6 +237,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         out = x.contiguous().clone()
+        agree("sum", out, group, what="output of a cut block")
         dist.all_reduce(out, group=group)
         return out
 
@@ -270,6 +274,7 @@ class _ScatterTokens(torch.autograd.Function):
 
 def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
     out = x.new_empty((x.shape[1] * dist.get_world_size(group), x.shape[2]))
+    agree("gathering", x, group, what="tokens at the border of a cut block")
     dist.all_gather_into_tensor(out, x[0].contiguous(), group=group)
     return out.unsqueeze(0)
 
@@ -279,5 +284,6 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     if x.shape[1] % size:
         raise ValueError(f"sequence parallelism: {x.shape[1]} tokens are not a multiple of tp {size}; pad the batch")
     out = x.new_empty((x.shape[1] // size, x.shape[2]))
+    agree("sum of parts", x, group, what="tokens at the border of a cut block")
     dist.reduce_scatter_tensor(out, x[0].contiguous(), group=group)
     return out.unsqueeze(0)
