@@ -21,12 +21,13 @@ from covey.distributed.gradients import GradientNorm
 from covey.distributed.mesh import Mesh
 from covey.distributed.pieces import Cut
 from covey.distributed.pipeline import Pipeline
-from covey.distributed.pipeline_order import layers_of_chunks
+from covey.distributed.pipeline_order import describe_stages, layers_of_chunks
 from covey.distributed.tensor_parallel import TensorParallel, cut_layers, whole_tensor
 from covey.distributed.vocabulary import CutHead, cut_logprobs, cut_vocabulary
 from covey.models.adapters import has_adapter, is_adapter_weight, merged_weights, plain_name, save_adapter
 from covey.models.architectures import architecture, layers_of
-from covey.models.attention import PackedPlan
+from covey.models.attention import PackedPlan, attends_by_reference
+from covey.models.finite import watch_outputs
 from covey.models.load import export_model
 from covey.models.scoring import ScoringModel
 from covey.models.stages import Stage
@@ -58,18 +59,21 @@ class ParallelModel:
         self.mesh = mesh
         self.compute_dtype = compute_dtype
         self._device = device
+        self.num_parameters = sum(p.numel() for p in model.parameters())  # of all ranks together
         self._tp: TensorParallel | None = None
         if mesh.tp * mesh.cp > 1:
             check_heads(model, mesh.tp, mesh.cp)
         if mesh.tp > 1:
             self._tp = _cut_model(model, mesh, sequence_parallel=sequence_parallel)
         self._part: StagePart | None = None
+        self._stages: dict[str, str] = {}
         if mesh.pp > 1:
             chunks = layers_of_chunks(len(layers_of(model)), mesh.pp, pp_chunks, pp_layers)
             stage = Stage(model, chunks, rank=mesh.pp_rank, num_ranks=mesh.pp)
             width = model.config.get_text_config().hidden_size
             pipeline = Pipeline(mesh, chunks_per_rank=pp_chunks, width=width, dtype=compute_dtype, device=device)
             self._part = StagePart(stage, pipeline)
+            self._stages = describe_stages(chunks, mesh.pp)
         self._scoring = ScoringModel(
             model,
             temperature=temperature,
@@ -86,6 +90,10 @@ class ParallelModel:
         passes = Passes(self._scoring, mesh, tp=self._tp, sharding=self._sharding, part=self._part, device=device)
         self.score, self.accumulate = passes.score, passes.accumulate
 
+    def describe(self) -> dict[str, str]:
+        """The layout for the start-up table."""
+        return self.mesh.describe() | self._stages
+
     @property
     def cuts(self) -> dict[str, Cut]:
         """How tensor parallelism cut the parameters, by name."""
@@ -94,6 +102,11 @@ class ParallelModel:
     def move(self, device: torch.device) -> None:
         """Move this rank's weights to another memory; they must be back on the mesh's device when the model runs."""
         self._scoring.to(device)
+
+    def watch(self) -> None:
+        """Debug mode: raise at the first module whose output is not finite."""
+        watch_outputs(self.model)
+        watch_outputs(self._scoring, "log-probabilities and entropies")
 
     def release(self) -> None:
         """Free gathered weights after forwards without backward."""
@@ -190,7 +203,8 @@ class ParallelModel:
     def _run_once(self) -> None:
         """FSDP2 takes the first module that runs for the root: let it be the real one, not a layer in a rollout."""
         tokens = torch.zeros(self.mesh.tp, dtype=torch.int64, device=self._device)
-        plan = PackedPlan([Segment(0, self.mesh.tp, None)], self._device)
+        reference = attends_by_reference(self.model)
+        plan = PackedPlan([Segment(0, self.mesh.tp, None)], self._device, reference=reference)
         hidden, chunk = None, self.mesh.pp_rank
         if self._part is not None and chunk > 0:
             hidden = self._part.pipeline.buffer(self.mesh.tp).zero_()

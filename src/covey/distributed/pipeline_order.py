@@ -60,6 +60,18 @@ def layers_of_chunks(num_layers: int, num_ranks: int, chunks_per_rank: int, give
     return [range(start, end) for start, end in pairwise(ends)]
 
 
+def describe_stages(chunks: Sequence[range], num_ranks: int) -> dict[str, str]:
+    """What every pipeline rank holds, for the start-up table; empty without a pipeline."""
+    if num_ranks == 1:
+        return {}
+    found = {}
+    for rank in range(num_ranks):
+        layers = [f"layers {chunk[0]}-{chunk[-1]}" for chunk in chunks[rank::num_ranks]]
+        ends = ["norm and head"] if rank == num_ranks - 1 else []
+        found[f"stage {rank}"] = ", ".join([*(["embedding"] if rank == 0 else []), *layers, *ends])
+    return found
+
+
 def orders(num_micros: int, num_ranks: int, chunks_per_rank: int) -> list[list[Action]]:
     """[rank] -> its forwards and backwards in order. Ranks that keep to it never wait for each other in a circle.
 

@@ -36,6 +36,21 @@ class _Part:
     owners: tuple[int, ...]
 
 
+def stage_parameters(model: Any, chunks: Sequence[range], num_ranks: int) -> list[tuple[int, int]]:
+    """(parameters, trained ones) of every pipeline rank; a tied embedding and head count on both ends."""
+    if num_ranks == 1:
+        held: list[list[nn.Module]] = [[model]]
+    else:
+        norm = getattr(model.base_model, architecture(model, f"parallel.pp={num_ranks}").final_norm)
+        parts = _parts(model, list(layers_of(model)), chunks, num_ranks, norm)
+        held = [[part.module for part in parts if rank in part.owners] for rank in range(num_ranks)]
+    found = []
+    for mine in held:
+        once = {id(p): p for module in mine for p in module.parameters()}.values()
+        found.append((sum(p.numel() for p in once), sum(p.numel() for p in once if p.requires_grad)))
+    return found
+
+
 class Stage:
     """One pipeline rank's part of `model`, which is changed in place."""
 
@@ -54,6 +69,7 @@ class Stage:
         self.parameters = {name: self.weights[name] for name in names.values()}
         head = model.get_output_embeddings().weight
         self.tied = {names[id(head)]} if head is model.get_input_embeddings().weight else set()
+        # Not registered with the model, whose own list keeps the names.
         self._layers = {c: nn.ModuleList(layers[i] for i in chunks[c]) for c in range(rank, len(chunks), num_ranks)}
         self._nothing = nn.Identity()
         self._absent = [_Absent(model, part, names) for part in parts if rank not in part.owners]

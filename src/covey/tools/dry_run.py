@@ -1,9 +1,7 @@
 """`covey train --dry-run`: everything that can be found out before weights are read.
 
 The model is built from config.json on the meta device; tokenizer, rewards and (where the data is on this disk) prompts
-are real. No processes join: `WORLD_SIZE=16 covey train FILE --dry-run` checks a layout of 16 on any machine. The memory
-estimate counts what is sure (weights, gradients, optimizer, logits, KV cache) and roughly the activations; buffers of
-communication and the allocator's waste come on top.
+are real. No processes join: `WORLD_SIZE=16 covey train FILE --dry-run` checks a layout of 16 on any machine.
 """
 
 from __future__ import annotations
@@ -24,14 +22,15 @@ from covey.data.load import is_preprocessed
 from covey.distributed.mesh import Mesh, is_main_process, resolve_degrees, world_size
 from covey.distributed.pipeline_order import describe_stages, layers_of_chunks
 from covey.models.architectures import architecture, layers_of
+from covey.models.fused import attention_backend
 from covey.models.load import FAMILIES, check_vocabulary, load_skeleton, load_tokenizer, stop_ids
-from covey.models.stages import stage_parameters
 from covey.parallel import check_heads
 from covey.reference import check_teacher_tokens
 from covey.rewards.base import split_name
 from covey.rewards.runner import Scorer
 from covey.rollout.reward_model import NAME as REWARD_MODEL
 from covey.setup import Prompts, attach_adapter, check_tasks, load_prompts
+from covey.tools.memory import head_dim, memory_per_rank, peak_bytes
 
 T = TypeVar("T")
 
@@ -73,7 +72,7 @@ def dry_run(loaded: LoadedConfig[Config], *, resume: bool = False) -> dict[str, 
         if config.model.ref_path and config.algorithm.kl_coef:
             report.attempt(lambda: load_skeleton(str(config.model.ref_path), trust_remote_code=trust))
         teacher = _teacher(config, tokenizer, report)
-        memory = memory_per_rank(config, model, mesh, device.dtype, teacher)
+        memory = report.attempt(lambda: memory_per_rank(config, model, mesh, device.dtype, teacher)) or {}
         if tokenizer is not None:
             report.attempt(lambda: check_vocabulary(model, tokenizer))
             found = report.attempt(lambda: _facts(config, device, mesh, model, tokenizer, prompts, rewards))
@@ -112,60 +111,6 @@ def print_report(result: dict[str, Any]) -> None:
 
 def _amount(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.2f} MiB"
-
-
-def memory_per_rank(config: Config, model: Any, mesh: Mesh, dtype: torch.dtype, teacher: Any = None) -> dict[str, int]:
-    """Bytes on the device of one rank; `dtype`: of weights and compute on the device; offloaded weights left out."""
-    size = dtype.itemsize
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)  # less with an adapter
-    ranks = mesh.dp_shard * mesh.cp * mesh.tp
-    chunks = layers_of_chunks(len(layers_of(model)), mesh.pp, config.parallel.pp_chunks, config.parallel.pp_layers)
-    mine = max(stage_parameters(model, chunks, mesh.pp)) // ranks
-    reference, distillation = config.reference, config.distillation
-    averaged = 4 if reference.decay and size < 4 else 0  # an fp32 average beside 16-bit weights
-    own_weights = config.lora is None or config.model.ref_path is not None  # else the policy's, without the adapter
-    has_reference = config.algorithm.kl_coef and own_weights and not reference.offload
-    has_teacher = teacher is not None and distillation is not None and not distillation.offload
-    sharded = mesh.world > 1
-    copies = 0 if sharded or dtype == torch.float32 else 4 * trained  # fp32 masters beside 16-bit weights
-    memory = {
-        # Trained pieces are fp32 masters themselves.
-        "weights": (4 * trained + size * (total - trained)) // ranks if sharded else size * total,
-        "fp32 masters": copies,
-        # Copied to fp32 for the optimizer step.
-        "gradients": (4 * trained // ranks if sharded else size * trained) + copies,
-        "AdamW moments": 8 * trained // ranks,
-        # A rollout runs on whole weights, cut by tensor parallelism only; a step gathers less.
-        "gathered for rollout": size * total // mesh.tp if sharded else 0,
-        "reference": (size + averaged) * mine if has_reference else 0,
-        "teacher": size * sum(p.numel() for p in teacher.parameters()) // ranks if has_teacher else 0,
-        "logits chunk, its gradient": 2 * config.train.logits_chunk_bytes,
-        "activations (rough)": activation_bytes(config, model, mesh.tp, size) // mesh.cp,
-        "KV cache (at most)": config.rollout.kv_cache_bytes,
-    }
-    return {name: amount for name, amount in memory.items() if amount}
-
-
-_ROLLOUT = ("gathered for rollout", "KV cache (at most)")
-_UPDATE = ("gradients", "logits chunk, its gradient", "activations (rough)")
-
-
-def peak_bytes(memory: dict[str, int]) -> int:
-    """The larger of rollout and update, which do not happen at once, and what both need."""
-    rollout, update = (sum(memory.get(name, 0) for name in names) for names in (_ROLLOUT, _UPDATE))
-    return sum(memory.values()) - min(rollout, update)
-
-
-def activation_bytes(config: Config, model: Any, tp: int, size: int) -> int:
-    """What the layers keep for backward for one micro-batch: inputs of every matrix and norm, fp32 not counted."""
-    text = model.config.get_text_config()
-    width, hidden = text.hidden_size, text.intermediate_size
-    heads = (2 * text.num_attention_heads + 2 * text.num_key_value_heads) * _head_dim(text)
-    per_layer = 4 * width + (heads + 4 * hidden) // tp
-    layers = text.num_hidden_layers
-    kept = layers * width + per_layer if config.model.gradient_checkpointing else layers * per_layer
-    return size * config.train.max_tokens_per_micro_batch * kept
 
 
 class _Report:
@@ -262,7 +207,7 @@ def _check_layout(config: Config, model: Any, mesh: Mesh, report: _Report) -> No
 def _check_cache(config: Config, model: Any, tp: int, dtype: torch.dtype, longest: int) -> None:
     """ValueError when the longest prompt and one response do not fit in the rollout's cache."""
     text = model.config.get_text_config()
-    per_token = 2 * text.num_hidden_layers * max(1, text.num_key_value_heads // tp) * _head_dim(text) * dtype.itemsize
+    per_token = 2 * text.num_hidden_layers * max(1, text.num_key_value_heads // tp) * head_dim(text) * dtype.itemsize
     needed = per_token * (longest + config.rollout.max_response_length)
     if needed > config.rollout.kv_cache_bytes:
         raise ValueError(
@@ -276,10 +221,6 @@ def _chunks(config: Config, model: Any, mesh: Mesh) -> list[range]:
     return layers_of_chunks(depth, mesh.pp, config.parallel.pp_chunks, config.parallel.pp_layers)
 
 
-def _head_dim(text: Any) -> int:
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
 def _facts(
     config: Config,
     device: devices.Device,
@@ -291,9 +232,14 @@ def _facts(
 ) -> dict[str, dict[str, str]]:
     template = prompts.train.stop_token_ids if prompts is not None else []
     stops = stop_ids(model, tokenizer, extra=[*config.rollout.stop_token_ids, *template])
+    reference = config.model.kernels == "reference"
+    attention = attention_backend(model, device=device.torch_device, dtype=device.dtype, reference=reference)
     facts = preflight.facts(
         config,
-        device=device.describe() | mesh.describe() | describe_stages(_chunks(config, model, mesh), mesh.pp),
+        device=device.describe()
+        | {"attention": attention.describe()}
+        | mesh.describe()
+        | describe_stages(_chunks(config, model, mesh), mesh.pp),
         model=model,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_prompts=len(prompts.train) if prompts is not None else 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.distributed.pipeline_order import Action, forward_orders, layers_of_chunks, orders
+from covey.distributed.pipeline_order import Action, describe_stages, forward_orders, layers_of_chunks, orders
 
 LAYOUTS = [(ranks, chunks, micros) for ranks in (2, 3, 4, 8) for chunks in (1, 2, 3, 4) for micros in range(1, 20)]
 
@@ -112,3 +112,10 @@ def test_impossible_layers_are_refused_with_the_numbers(
         layers_of_chunks(num_layers, ranks, chunks, given)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_table_names_every_stages_layers() -> None:
+    assert describe_stages(layers_of_chunks(7, 2, 2, None), 2) == {
+        "stage 0": "embedding, layers 0-1, layers 4-5",
+        "stage 1": "layers 2-3, layers 6-6, norm and head",
+    }
