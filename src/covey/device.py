@@ -24,7 +24,6 @@ class Device:
     name: str  # what the hardware calls itself
     dtype: torch.dtype  # default numbers of weights and compute
     communication: str  # back end of torch.distributed
-    attention: str  # kernel of packed attention
 
     @property
     def deterministic(self) -> bool:
@@ -53,7 +52,6 @@ class Device:
         return {
             "device": f"{self.torch_device} ({self.name})",
             "dtype": str(self.dtype).removeprefix("torch."),
-            "attention": self.attention,
             "communication": self.communication,
             "torch": torch.__version__,
             "threads": str(torch.get_num_threads()),
@@ -68,21 +66,21 @@ def resolve(kind: str = "auto", dtype: str = "auto", local_rank: int = 0) -> Dev
         raise ValueError(f"device: {kind!r} is unknown; known are auto, {', '.join(_TABLE)}")
     if kind != "cpu" and not _available(kind):
         raise ValueError(f"device: {kind} was asked for, but {_why_not(kind)}; set device: auto or cpu")
-    default_dtype, communication, attention = _TABLE[kind]
+    default_dtype, communication = _TABLE[kind]
     chosen = default_dtype if dtype == "auto" else getattr(torch, dtype)
     if kind == "cpu":
-        return Device(kind, torch.device("cpu"), _cpu_name(), chosen, communication, attention)
+        return Device(kind, torch.device("cpu"), _cpu_name(), chosen, communication)
     module = _module(kind)
     module.set_device(local_rank)
     name = module.get_device_name(local_rank)
-    return Device(kind, torch.device(kind, local_rank), name, chosen, communication, attention)
+    return Device(kind, torch.device(kind, local_rank), name, chosen, communication)
 
 
-# kind: default dtype, torch.distributed back end (objects always travel over gloo), attention kernel
+# kind: default dtype, torch.distributed back end (objects always travel over gloo)
 _TABLE = {
-    "npu": (torch.bfloat16, "cpu:gloo,npu:hccl", "matrix products"),
-    "cuda": (torch.bfloat16, "cpu:gloo,cuda:nccl", "flash (torch); matrix products in float32"),
-    "cpu": (torch.float32, "gloo", "flash (torch, cpu)"),
+    "npu": (torch.bfloat16, "cpu:gloo,npu:hccl"),
+    "cuda": (torch.bfloat16, "cpu:gloo,cuda:nccl"),
+    "cpu": (torch.float32, "gloo"),
 }
 
 

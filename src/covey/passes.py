@@ -18,7 +18,7 @@ from covey.distributed.fsdp import Sharding
 from covey.distributed.mesh import Mesh
 from covey.distributed.pipeline import Pipeline
 from covey.distributed.tensor_parallel import TensorParallel
-from covey.models.attention import AttentionPlan, PackedPlan
+from covey.models.attention import AttentionPlan, PackedPlan, attends_by_reference
 from covey.models.packing import pad_batch
 from covey.models.scoring import ScoringModel
 from covey.models.stages import Stage
@@ -101,7 +101,7 @@ class Passes:
         cuts_tokens = self._tp.size if self._tp is not None and self._tp.sequence else 1
         batch = pad_batch(batch, cuts_tokens * self._mesh.cp)
         num_kept = batch.num_kept if as_sampled else None
-        plan = PackedPlan(batch.segments, self._device)
+        plan = PackedPlan(batch.segments, self._device, reference=attends_by_reference(self._scoring.model))
         if self._mesh.cp == 1:
             rows, ids = batch.target_rows, batch.target_ids
             tokens = (batch.input_ids, batch.position_ids, plan, rows, ids, num_kept)

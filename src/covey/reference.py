@@ -207,10 +207,10 @@ def _compare_tokens(*vocabularies: dict[str, int]) -> None:
 def _load(path: str, config: Config, parts: Parts, *, key: str) -> Policy:
     try:
         network = load_model(
-            reference_kernels=config.model.kernels == "reference",
             path,
             dtype=parts.device.dtype,
             device=parts.device.torch_device,
+            reference_kernels=config.model.kernels == "reference",
             trust_remote_code=config.model.trust_remote_code,
         )
     except ValueError as error:

@@ -6,6 +6,8 @@ Every command that needs them builds them here, in the same order and with the s
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from covey import device as devices
+from covey.config.load import DEBUG_ENVIRONMENT
 from covey.config.lora import LoraConfig
 from covey.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from covey.data import load as prompt_data
@@ -20,8 +23,9 @@ from covey.data.prompts import PromptSet, count_shared, split_prompts
 from covey.distributed import mesh as meshes
 from covey.distributed.mesh import Mesh
 from covey.models.adapters import add_adapter
-from covey.models.load import check_vocabulary, load_model, load_tokenizer, stop_ids
-from covey.optim import Optimizer
+from covey.models.finite import watch_gradients
+from covey.models.load import check_vocabulary, kernels_of, load_model, load_tokenizer, stop_ids
+from covey.optim import Optimizer, total_norm
 from covey.policy import ForwardLimits, Policy
 from covey.rewards.runner import Scorer
 from covey.rollout.engine import RolloutEngine, Sampling
@@ -48,6 +52,12 @@ class Parts:
     tokenizer: Any
     policy: Policy
     mesh: Mesh
+    kernels: dict[str, str]  # what runs attention, norms, rotary embedding, SwiGLU
+    debug: bool = False  # faults are looked for
+
+    def describe(self) -> dict[str, str]:
+        """Device and kernels, for the start-up table and the run's records."""
+        return self.device.describe() | self.kernels
 
 
 def load_parts(
@@ -60,12 +70,15 @@ def load_parts(
     sampling_consistent: bool = False,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    debug: bool = False,
 ) -> Parts:
     """Device, tokenizer and model, checked against each other and shared by the ranks of `parallel`.
 
-    seed: of the random part of a new adapter.
+    seed: of the random part of a new adapter. debug: look for faults while running (docs/replay.md), slowly.
     """
     disable_progress_bar()  # transformers' own, for files that load in a moment
+    if debug:
+        _start_debugging()
     device = devices.resolve(kind, model.dtype, meshes.local_rank())
     parallel = parallel or ParallelConfig()
     mesh = meshes.start(
@@ -77,12 +90,15 @@ def load_parts(
         tp=parallel.tp,
         pp=parallel.pp,
         timeout_s=parallel.timeout_s,
+        debug=debug,
     )
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
     network = load_model(
         model.path,
         dtype=device.dtype if mesh.world == 1 or lora else torch.float32,  # trained pieces are fp32 masters
         device=device.torch_device,
+        compute_dtype=device.dtype,
+        reference_kernels=model.kernels == "reference",
         trust_remote_code=model.trust_remote_code,
     )
     check_vocabulary(network, tokenizer)
@@ -103,7 +119,17 @@ def load_parts(
         pp_layers=parallel.pp_layers,
         sampling_consistent=sampling_consistent,
     )
-    return Parts(device, tokenizer, policy, mesh)
+    if debug:
+        policy.parallel.watch()
+    return Parts(device, tokenizer, policy, mesh, kernels_of(network), debug=debug)
+
+
+def _start_debugging() -> None:
+    """Launches one after another, and backward's faults with the forward that caused them."""
+    os.environ |= DEBUG_ENVIRONMENT  # on the command line set before torch was imported (commands/options.py)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        torch.autograd.set_detect_anomaly(True)
 
 
 def load_run_parts(config: Config) -> Parts:
@@ -117,6 +143,7 @@ def load_run_parts(config: Config) -> Parts:
         sampling_consistent=config.algorithm.sampling_consistent,
         lora=config.lora,
         seed=config.seed,
+        debug=config.debug,
     )
 
 
@@ -136,10 +163,12 @@ def attach_adapter(network: Any, lora: LoraConfig, model: ModelConfig, *, seed: 
 
 def make_optimizer(parts: Parts, train: TrainConfig) -> Optimizer:
     """AdamW over the policy's weights, or over this rank's pieces of them."""
-    parameters = [p for p in parts.policy.model.parameters() if p.requires_grad]
-    if parts.mesh.world == 1:
-        return Optimizer(parameters, train)
-    return Optimizer(parameters, train, norm=parts.policy.parallel.gradient_norm(parameters))
+    named = [(name, p) for name, p in parts.policy.model.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    norm = total_norm if parts.mesh.world == 1 else parts.policy.parallel.gradient_norm(parameters)
+    if parts.debug:
+        norm = watch_gradients([name for name, _ in named], norm)
+    return Optimizer(parameters, train, norm=norm)
 
 
 def load_prompts(config: Config, tokenizer: Any) -> Prompts:
@@ -194,7 +223,7 @@ def sampling_of(config: Config, step: int) -> Sampling:
 
 def made_on(parts: Parts) -> dict[str, str]:
     """What the bits of this process's results depend on besides configuration and data."""
-    return parts.device.describe() | {"processes": str(parts.mesh.world)}
+    return parts.describe() | {"processes": str(parts.mesh.world)}
 
 
 def make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine:

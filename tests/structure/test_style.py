@@ -22,7 +22,11 @@ LONG_FILES = {
 # Unit tests that belong to no single file.
 ACROSS_FILES = {"algorithm/test_golden.py"}
 # The only files that may tell devices apart.
-DEVICE_FILES = {"device.py", "models/attention.py", "models/kernels.py"}
+DEVICE_FILES = {
+    "device.py",
+    "models/kernels.py",
+    "models/ascend.py",  # torch_npu's kernels, apart from the rest because it imports torch_npu
+}
 DEVICE_WORD = re.compile(r"\b(cuda|npu|torch_npu|hccl|nccl)\b")
 
 

@@ -354,6 +354,8 @@ class Config(Section):
     """Seeds the data order and the sampling."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Where to run; auto: npu, else cuda, else cpu."""
+    debug: bool = False
+    """Find faults, slowly: NaN named by module, ranks' exchanges compared, one launch at a time (docs/replay.md)."""
 
     @model_validator(mode="after")
     def _something_to_learn_from(self) -> Config:
@@ -459,3 +461,5 @@ class SftRunConfig(Section):
     """Seeds the order of the demonstrations."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Where to run; auto: npu, else cuda, else cpu."""
+    debug: bool = False
+    """Find faults, slowly: NaN named by module, ranks' exchanges compared, one launch at a time (docs/replay.md)."""

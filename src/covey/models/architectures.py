@@ -1,7 +1,7 @@
-"""What parallelism must know of a family: where its layers are, and how each matrix may be cut. Data only.
+"""What Covey must know of a family: where its layers are, how each matrix may be cut, what its classes are. Data only.
 
 A family without a row runs on one process and data parallel (its layers are found by `layers_of`); tensor parallelism
-needs a row. Names are those of transformers' modules, relative to a decoder layer.
+and fused kernels need a row. Names are those of transformers' modules, relative to a decoder layer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ class Architecture:
     by columns (each rank gives a partial sum), and repeats q_norm and k_norm, which see only the rank's heads.
     """
 
+    modeling: str  # transformers' module of the family
+    prefix: str  # of its classes' names
+
     attention: str = "self_attn"
     mlp: str = "mlp"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -34,11 +37,17 @@ class Architecture:
     final_norm: str = "norm"  # of the base model
     head_norms: tuple[str, ...] = ()  # repeated weights applied to single heads
 
+    def class_of(self, operation: str) -> str:
+        """The class whose forward contains a small operation that a fused kernel may replace."""
+        return self.prefix + {"rms_norm": "RMSNorm", "rotary": "Attention", "swiglu": "MLP"}[operation]
+
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(head_norms=("self_attn.q_norm", "self_attn.k_norm")),
+    "llama": Architecture("transformers.models.llama.modeling_llama", "Llama"),
+    "qwen2": Architecture("transformers.models.qwen2.modeling_qwen2", "Qwen2"),
+    "qwen3": Architecture(
+        "transformers.models.qwen3.modeling_qwen3", "Qwen3", head_norms=("self_attn.q_norm", "self_attn.k_norm")
+    ),
 }
 
 

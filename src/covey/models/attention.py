@@ -8,14 +8,15 @@ A packed row holds prompts and their responses (`covey.types.Segment`). Its atte
 their log-sum-exp: every segment over itself, causal; and all responses of a prompt over that prompt, without a mask.
 The backward of each pass takes the merged output and log-sum-exp, which makes its probabilities the final ones
 (FlashAttention-2, arXiv:2307.08691, sec. 3.1, uses the same identity between blocks of keys). So a prompt's keys and
-values are read once for all responses, and their gradients are summed over the responses in one kernel, in fp32.
-Segments of nearly equal length share one call; a call pads to its longest.
+values are read once for all responses, their gradients are summed over the responses inside one kernel, and the two
+passes' gradients in fp32.
 
-Kernels: torch's flash kernels on cpu and (16-bit) cuda; plain matrix products elsewhere, also in fp32 on cuda.
+Each pass is variable-length attention, as in `varlen_attention`, on the device's back end (`covey.models.kernels`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from covey.models.kernels import kernels_for
+from covey.models.kernels import Backend, backend_for
 from covey.types import Segment
 
 ATTENTION = "covey"
@@ -63,198 +64,152 @@ def attention_forward(
 AttentionInterface.register(ATTENTION, attention_forward)
 
 
-@dataclass
-class _Call:
-    """One kernel call over n items: query rows (n * L), key rows (n * S), row numbers of the packed batch.
+def varlen_attention(
+    query: Tensor,  # (Tq, N, H)
+    key: Tensor,  # (Tk, N_kv, H)
+    value: Tensor,  # (Tk, N_kv, H)
+    *,
+    lens_q: Sequence[int],
+    lens_k: Sequence[int],
+    scale: float,
+    causal: bool = True,
+    reference: bool = False,
+) -> Tensor:
+    """Attention (Tq, N, H) of sequences one after another: lens_q[i] rows of query over lens_k[i] rows of key.
 
-    Items shorter than L or S are padded with row 0; `valid` lists the positions of n * L that are real, None: all.
+    The causal mask is aligned at the bottom right: the last query of a sequence sees all of its keys. Differentiable.
+    Example: lens_q [2], lens_k [3]: query 0 sees keys 0 and 1, query 1 sees all three. reference: by matrix products.
+    ValueError when the lengths do not fit.
+    """
+    short = [i for i, (q, k) in enumerate(zip(lens_q, lens_k, strict=True)) if k < (q if causal else 1) or q < 1]
+    if short or (sum(lens_q), sum(lens_k)) != (query.shape[0], key.shape[0]):
+        raise ValueError(
+            f"lens_q {list(lens_q)} and lens_k {list(lens_k)} for {query.shape[0]} query and {key.shape[0]} key rows: "
+            f"they must add up to the rows, and a query row must see a key (sequences {short} do not)"
+        )
+    backend = backend_for(query.device, query.dtype, reference=reference)
+    prepared = backend.prepare(lens_q, lens_k, causal=causal, device=query.device)
+    return _MergedAttention.apply(query, key, value, [_Pass(prepared)], backend, scale)  # type: ignore[return-value]
+
+
+def attend_by_reference(model: Any, reference: bool) -> None:
+    """Whether plans for `model` attend by matrix products (model.kernels: reference)."""
+    model.covey_reference_attention = reference
+
+
+def attends_by_reference(model: Any) -> bool:
+    """What attend_by_reference has set."""
+    return getattr(model, "covey_reference_attention", False)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One call of a back end over some rows of the batch.
+
+    rows: those that take part, in the order of the call; None: all of them, in order. places: for every row of the
+    batch its place among those, or their number where it takes no part.
     """
 
-    num_items: int
-    query_rows: Tensor
-    key_rows: Tensor
-    valid: Tensor | None
-    valid_keys: Tensor | None
-    mask: Tensor | None  # (n, 1, 1, S) additive, where key lengths differ and the pass is not causal
-    causal: bool
+    prepared: Any
+    query_rows: Tensor | None = None
+    query_places: Tensor | None = None
+    key_rows: Tensor | None = None
+    key_places: Tensor | None = None
 
 
 class PackedPlan:
     """Training attention over prompts and responses; built once per micro-batch, used by every layer."""
 
-    def __init__(self, segments: list[Segment], device: torch.device) -> None:
-        self._calls = [_self_call(bucket, device) for bucket in _buckets([(s.start, s.end) for s in segments])]
-        response_rows: dict[int, list[int]] = {}
-        for segment in segments:
-            if segment.prompt is not None:
-                response_rows.setdefault(segment.prompt, []).extend(range(segment.start, segment.end))
-        shared = [((segments[p].start, segments[p].end), rows) for p, rows in response_rows.items()]
-        self._calls += _cross_calls(shared, device)
+    def __init__(self, segments: list[Segment], device: torch.device, *, reference: bool = False) -> None:
+        """segments: cover the row, in order. reference: attend by matrix products."""
+        self._segments = segments
+        self._device = device
+        self._reference = reference
+        self._made: tuple[Backend, list[_Pass]] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See AttentionPlan; differentiable."""
         del layer
-        return _PackedAttention.apply(query, key, value, self._calls, scale)  # type: ignore[return-value]
+        if self._made is None:
+            backend = backend_for(self._device, query.dtype, reference=self._reference)
+            self._made = backend, _passes(self._segments, backend, self._device)
+        backend, passes = self._made
+        rows_first = (x.transpose(0, 1) for x in (query, key, value))
+        return _MergedAttention.apply(*rows_first, passes, backend, scale)  # type: ignore[return-value]
 
 
-def _buckets(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Spans of nearly equal length together: padding at most a fifth of the longest, or 8 rows."""
-    buckets: list[list[tuple[int, int]]] = []
-    for span in sorted(spans, key=lambda s: (s[0] - s[1], s[0])):
-        longest = buckets[-1][0][1] - buckets[-1][0][0] if buckets else 0
-        length = span[1] - span[0]
-        if buckets and length >= min(0.8 * longest, longest - 8):
-            buckets[-1].append(span)
-        else:
-            buckets.append([span])
-    return buckets
+def _passes(segments: list[Segment], backend: Backend, device: torch.device) -> list[_Pass]:
+    own = [segment.end - segment.start for segment in segments]
+    passes = [_Pass(backend.prepare(own, own, causal=True, device=device))]
+    responses: dict[int, list[int]] = {}  # rows that continue a prompt, by the prompt's segment
+    for segment in segments:
+        if segment.prompt is not None:
+            responses.setdefault(segment.prompt, []).extend(range(segment.start, segment.end))
+    if responses:
+        prompts = [segments[p] for p in responses]
+        lens_q = [len(rows) for rows in responses.values()]
+        lens_k = [prompt.end - prompt.start for prompt in prompts]
+        query_rows = [row for rows in responses.values() for row in rows]
+        key_rows = [row for prompt in prompts for row in range(prompt.start, prompt.end)]
+        prepared = backend.prepare(lens_q, lens_k, causal=False, device=device)
+        total = segments[-1].end
+        places = (_rows_and_places(rows, total, device) for rows in (query_rows, key_rows))
+        passes.append(_Pass(prepared, *next(places), *next(places)))
+    return passes
 
 
-def _padded(items: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """(rows (n * longest), positions that are real or None) of lists of row numbers, padded with row 0."""
-    longest = max(map(len, items))
-    rows = [row for item in items for row in (*item, *([0] * (longest - len(item))))]
-    valid = [i * longest + j for i, item in enumerate(items) for j in range(len(item))]
-    as_tensor = torch.tensor(rows, dtype=torch.int64).to(device)
-    return as_tensor, None if len(valid) == len(rows) else torch.tensor(valid, dtype=torch.int64).to(device)
+def _rows_and_places(rows: list[int], total: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    places = torch.full((total,), len(rows), dtype=torch.int64)
+    places[chosen] = torch.arange(len(rows))
+    return chosen.to(device), places.to(device)
 
 
-def _self_call(bucket: list[tuple[int, int]], device: torch.device) -> _Call:
-    rows, valid = _padded([list(range(start, end)) for start, end in bucket], device)
-    return _Call(len(bucket), rows, rows, valid, valid, None, causal=True)
-
-
-def _cross_calls(shared: list[tuple[tuple[int, int], list[int]]], device: torch.device) -> list[_Call]:
-    """Responses over their prompts; one call for prompts of nearly equal length (equal on devices without masks)."""
-    by_span = dict(shared)
-    calls = []
-    for bucket in _buckets(list(by_span)):
-        lengths = [end - start for start, end in bucket]
-        if len(set(lengths)) > 1 and not kernels_for(device).masks:
-            batches = [[span for span in bucket if span[1] - span[0] == n] for n in sorted(set(lengths))]
-        else:
-            batches = [bucket]
-        for batch in batches:
-            for part in _similar_rows(batch, by_span):
-                query_rows, valid = _padded([by_span[span] for span in part], device)
-                key_rows, valid_keys = _padded([list(range(*span)) for span in part], device)
-                mask = None
-                if valid_keys is not None:
-                    mask = torch.full((key_rows.numel(),), float("-inf"), device=device)
-                    mask[valid_keys] = 0.0
-                    mask = mask.view(len(part), 1, 1, -1)
-                calls.append(_Call(len(part), query_rows, key_rows, valid, valid_keys, mask, causal=False))
-    return calls
-
-
-def _similar_rows(
-    batch: list[tuple[int, int]], by_span: dict[tuple[int, int], list[int]]
-) -> list[list[tuple[int, int]]]:
-    """Split prompts so that those of one call have nearly as many response rows."""
-    ordered = sorted(batch, key=lambda span: (-len(by_span[span]), span))
-    parts: list[list[tuple[int, int]]] = []
-    for span in ordered:
-        if parts and len(by_span[span]) >= 0.7 * len(by_span[parts[-1][0]]):
-            parts[-1].append(span)
-        else:
-            parts.append([span])
-    return parts
-
-
-class _PackedAttention(torch.autograd.Function):
-    """Two-pass attention with merged log-sum-exp. Internally rows come first: (T, N, H)."""
+class _MergedAttention(torch.autograd.Function):
+    """Attention (T, N, H) merged from passes, of which the first covers every row."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: list[_Call], scale: float) -> Tensor:
-        q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        kernels = kernels_for(q.device, q.dtype)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for call in calls:
-            qb, kb, vb = _gather(call, q, k, v)
-            part_out, part_lse = kernels.forward(qb, kb, vb, call.causal, call.mask, scale)
-            rows, part_out, part_lse = _scatter_form(call, part_out, part_lse, q.shape[1])
-            if call.causal:  # every row is in exactly one causal call, and those come first
-                out[rows], lse[rows] = part_out, part_lse
-            else:
-                own_out, own_lse = out[rows], lse[rows]
-                merged = torch.logaddexp(own_lse, part_lse)
-                own_out = (
-                    own_out * (own_lse - merged).exp()[..., None] + part_out * (part_lse - merged).exp()[..., None]
-                )
-                out[rows], lse[rows] = own_out.to(out.dtype), merged
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, passes: list[_Pass], backend: Backend, scale: float
+    ) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out, lse = backend.forward(q, k, v, passes[0].prepared, scale)
+        for p in passes[1:]:
+            keys = _take(k, p.key_rows), _take(v, p.key_rows)
+            part_out, part_lse = backend.forward(_take(q, p.query_rows), *keys, p.prepared, scale)
+            part_out, part_lse = _spread(part_out, p.query_places), _spread(part_lse, p.query_places, float("-inf"))
+            merged = torch.logaddexp(lse, part_lse)
+            own, other = (lse - merged).exp()[..., None], (part_lse - merged).exp()[..., None]
+            out, lse = (out * own + part_out * other).to(q.dtype), merged
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.calls, ctx.scale = calls, scale
+        ctx.passes, ctx.backend, ctx.scale = passes, backend, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         grad_out = grads[0].contiguous()
-        kernels = kernels_for(q.device, q.dtype)
-        grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        grad_k = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
-        grad_v = torch.zeros_like(grad_k)
-        for call in ctx.calls:
-            qb, kb, vb = _gather(call, q, k, v)
-            folded = qb.shape[1] != q.shape[1]
-            groups = q.shape[1] // k.shape[1]
-            gb, ob, lb = (
-                _take_queries(call, x, k.shape[1] if folded else None) for x in (grad_out, out, lse[..., None])
+        sums: list[Tensor] = []
+        for p in ctx.passes:
+            queries = (_take(x, p.query_rows) for x in (grad_out, q))
+            keys = (_take(x, p.key_rows) for x in (k, v))
+            found = ctx.backend.backward(
+                *queries, *keys, _take(out, p.query_rows), _take(lse, p.query_rows), p.prepared, ctx.scale
             )
-            if call.valid is not None:  # padded query rows must not reach the keys' gradients
-                gb = _zero_padding(call, gb, q.shape[1], k.shape[1] if folded else None)
-            dq, dk, dv = kernels.backward(gb, qb, kb, vb, ob, lb[..., 0], call.causal, call.mask, ctx.scale)
-            rows = call.query_rows if call.valid is None else call.query_rows[call.valid]
-            grad_q.index_add_(0, rows, _rows_first(dq, q.shape[1], call.valid).float())
-            key_rows = call.key_rows if call.valid_keys is None else call.key_rows[call.valid_keys]
-            for grad, part in ((grad_k, dk), (grad_v, dv)):
-                if not folded and groups > 1:  # keys were repeated for the query heads that share them
-                    part = part.unflatten(1, (k.shape[1], groups)).sum(2, dtype=torch.float32)
-                grad.index_add_(0, key_rows, _rows_first(part, k.shape[1], call.valid_keys).float())
-        to_input = [g.to(x.dtype).transpose(0, 1) for g, x in ((grad_q, q), (grad_k, k), (grad_v, v))]
-        return to_input[0], to_input[1], to_input[2], None, None
+            whole = [
+                _spread(part.float(), places)
+                for part, places in zip(found, (p.query_places, p.key_places, p.key_places), strict=True)
+            ]
+            sums = whole if not sums else [total.add_(part) for total, part in zip(sums, whole, strict=True)]
+        return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), None, None, None
 
 
-def _take_queries(call: _Call, x: Tensor, fold_heads: int | None) -> Tensor:
-    """Rows of x (T, N, h) as a kernel batch: (n, N, L, h), or (n, N_kv, g * L, h) when heads are folded into rows."""
-    batch = x.index_select(0, call.query_rows).view(call.num_items, -1, *x.shape[1:])
-    if fold_heads is None:
-        return batch.transpose(1, 2)
-    folded = batch.unflatten(2, (fold_heads, -1)).permute(0, 2, 3, 1, 4)
-    return folded.reshape(call.num_items, fold_heads, -1, x.shape[-1])
+def _take(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
-def _gather(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel inputs of a call. Without a causal mask the query heads that share a key head become rows of it."""
-    num_kv = k.shape[1]
-    keys = [x.index_select(0, call.key_rows).view(call.num_items, -1, num_kv, x.shape[-1]) for x in (k, v)]
-    if call.causal:
-        repeats = q.shape[1] // num_kv
-        if repeats > 1:
-            keys = [x.repeat_interleave(repeats, dim=2) for x in keys]
-        return _take_queries(call, q, None), keys[0].transpose(1, 2), keys[1].transpose(1, 2)
-    return _take_queries(call, q, num_kv), keys[0].transpose(1, 2), keys[1].transpose(1, 2)
-
-
-def _rows_first(x: Tensor, num_heads: int, valid: Tensor | None) -> Tensor:
-    """(n, heads, L, h), possibly with folded heads, to real rows (rows, num_heads, h)."""
-    n, heads, _, width = x.shape
-    if heads != num_heads:
-        x = x.reshape(n, heads, num_heads // heads, -1, width).flatten(1, 2)
-    rows = x.transpose(1, 2).reshape(-1, num_heads, width)
-    return rows if valid is None else rows.index_select(0, valid)
-
-
-def _scatter_form(call: _Call, out: Tensor, lse: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = call.query_rows if call.valid is None else call.query_rows[call.valid]
-    return rows, _rows_first(out, num_heads, call.valid), _rows_first(lse[..., None], num_heads, call.valid)[..., 0]
-
-
-def _zero_padding(call: _Call, grad: Tensor, num_heads: int, fold_heads: int | None) -> Tensor:
-    real = torch.zeros(call.query_rows.numel(), 1, 1, dtype=grad.dtype, device=grad.device)
-    real[call.valid] = 1.0
-    real = real.view(call.num_items, 1, -1, 1)
-    if fold_heads is None:
-        return grad * real
-    return grad * real.repeat(1, 1, num_heads // fold_heads, 1)
+def _spread(x: Tensor, places: Tensor | None, fill: float = 0.0) -> Tensor:
+    """The rows of a pass at their places in the batch, `fill` elsewhere; by index_select, which every device has."""
+    if places is None:
+        return x
+    return torch.cat([x, x.new_full((1, *x.shape[1:]), fill)]).index_select(0, places)

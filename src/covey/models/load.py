@@ -29,15 +29,26 @@ from transformers import (
 
 from covey.config.mindspeed_model import checkpoint_kind
 from covey.models.attention import ATTENTION, PackedPlan
+from covey.models.fused import choose_kernels
 from covey.types import Segment
 
 FAMILIES = ("qwen2", "qwen3", "llama")
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    compute_dtype: torch.dtype | None = None,
+    reference_kernels: bool = False,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model at `path`, on the device, attending through `covey`; ValueError says why not."""
+    """The causal language model at `path`, on the device, attending through `covey`; ValueError says why not.
+
+    compute_dtype: of activations, where weights are kept in another. What runs its operations is then in
+    `kernels_of(model)`; with reference_kernels, plain torch.
+    """
     _require_checkpoint(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -49,7 +60,15 @@ def load_model(
         raise ValueError(f"model.path: cannot load {path!r}: {_first_line(error)}") from error
     model.to(device)
     prepare_model(model, path)
+    model.covey_kernels = choose_kernels(
+        model, device=device, dtype=compute_dtype or dtype, reference=reference_kernels
+    )
     return model
+
+
+def kernels_of(model: Any) -> dict[str, str]:
+    """What runs the operations of a model from load_model: operation -> kernel."""
+    return model.covey_kernels
 
 
 def load_skeleton(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
