@@ -17,6 +17,7 @@ import typer
 from covey.commands.config import config_app
 from covey.commands.data import data_app, reward_app
 from covey.commands.options import ConfigDirs, File, Json, Overrides, load, print_json, report
+from covey.commands.replay import replay
 
 if TYPE_CHECKING:
     from covey.config.load import LoadedConfig
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
+app.command()(replay)
 
 
 def main() -> None:
@@ -176,6 +178,12 @@ def export(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Numbers of the written weights: auto, float32 or bfloat16.")
     ] = "auto",
+    adapter: Annotated[
+        bool, typer.Option("--adapter/--merge", help="Of a run with LoRA: its adapter alone, or merged into its model.")
+    ] = False,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="DIR", help="Where the model is now that an adapter was trained on.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model, whatever number of devices it was made on.
@@ -184,7 +192,7 @@ def export(
     """
     from covey.tools import export as tool
 
-    report(tool.run(source, out, dtype=dtype), as_json)
+    report(tool.run(source, out, dtype=dtype, adapter=adapter, base=base), as_json)
 
 
 @app.command()

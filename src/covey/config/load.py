@@ -23,6 +23,9 @@ from covey.config.yaml_tree import ConfigError, KeyPath, Problem, Tree, apply_ov
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
 
+# What `debug: true` needs before torch starts a device: every launch waits for its end, so that a fault shows where it is.
+DEBUG_ENVIRONMENT = {"CUDA_LAUNCH_BLOCKING": "1", "ASCEND_LAUNCH_BLOCKING": "1"}
+
 
 @dataclass(frozen=True)
 class LoadedConfig(Generic[AnyConfig]):
@@ -94,7 +97,8 @@ def validate_tree(
         problems.append(Problem(tree.source, "", "", broken_rule))
     if problems or config is None:
         raise ConfigError(tree.source, sorted(problems, key=_by_line))
-    return LoadedConfig(config, dict(_origins(config, (), tree)), tree.source)
+    environment = DEBUG_ENVIRONMENT if getattr(config, "debug", False) else {}
+    return LoadedConfig(config, dict(_origins(config, (), tree)), tree.source, environment=dict(environment))
 
 
 def schema_of(tree: Tree) -> type[Section]:

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from covey.distributed.agreement import CollectiveError, agree
+
 if TYPE_CHECKING:
     from covey.distributed.mesh import ProcessGroup
 
 T = TypeVar("T")
 
 
-class CollectiveError(RuntimeError):
-    """An exchange did not complete: a rank died, or did not arrive in time."""
-
-
 def gather_objects(value: T, group: ProcessGroup, *, what: str) -> list[T]:
     """Every member's `value`, in rank order, on every member. `what` names the exchange in the error."""
     if group is None:
         return [value]
+    agree("gathering", None, group, what=what)
     out: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(out, value, group=group)
@@ -55,6 +54,7 @@ def max_dicts(values: Mapping[str, float], group: ProcessGroup, *, what: str) ->
 def sum_tensor(tensor: Tensor, group: ProcessGroup, *, what: str) -> Tensor:
     """`tensor` summed over the members, in place."""
     if group is not None:
+        agree("sum", tensor, group, what=what)
         try:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
         except RuntimeError as error:
@@ -65,6 +65,7 @@ def sum_tensor(tensor: Tensor, group: ProcessGroup, *, what: str) -> Tensor:
 def send_to_all(tensor: Tensor, source: int, group: ProcessGroup, *, what: str) -> Tensor:
     """The tensor of the member `source` (its place in the group), into `tensor` of every other."""
     if group is not None:
+        agree(f"sending from member {source}", tensor, group, what=what)
         try:
             dist.broadcast(tensor, group_src=source, group=group)
         except RuntimeError as error:

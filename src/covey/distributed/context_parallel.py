@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from covey.distributed.agreement import agree
 from covey.distributed.mesh import ProcessGroup
 
 
@@ -84,6 +85,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, placed: Tensor, group: ProcessGroup) -> Tensor:
         out = placed.clone()
+        agree("sum", out, group, what="results of all tokens of a row")
         dist.all_reduce(out, group=group)
         return out
 
@@ -95,6 +97,7 @@ class _Combine(torch.autograd.Function):
 def _to_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    agree("exchange", x, group, what="tokens for heads")
     dist.all_to_all_single(received, x.contiguous(), group=group)
     heads, tokens = x.shape[0] // size, x.shape[1]  # received: (rank, heads, tokens of that rank, H)
     return received.view(size, heads, tokens, -1).transpose(0, 1).reshape(heads, size * tokens, -1)
@@ -105,5 +108,6 @@ def _to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     heads, tokens = x.shape[0], x.shape[1] // size
     by_rank = x.reshape(heads, size, tokens, -1).transpose(0, 1).contiguous()
     received = torch.empty_like(by_rank)
+    agree("exchange", by_rank, group, what="heads for tokens")
     dist.all_to_all_single(received, by_rank, group=group)  # (rank that has the heads, heads, tokens, H)
     return received.reshape(size * heads, tokens, -1)

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from covey.distributed.agreement import make_store, start_checking, stop_checking
+
 ProcessGroup = Any  # torch.distributed.ProcessGroup; None: a group of one
 
 
@@ -163,18 +165,25 @@ def start(
     tp: int = 1,
     pp: int = 1,
     timeout_s: float = 1800.0,
+    debug: bool = False,
 ) -> Mesh:
     """Join the processes that torchrun started and build the groups; a mesh of one without torchrun.
 
     communication: back ends of torch.distributed, as in `device.Device.communication`. timeout_s: how long a collective
-    waits for the slowest rank before the run is ended.
+    waits for the slowest rank before the run is ended. debug: compare every exchange before it begins (agreement.py).
     """
     world = world_size()
     degrees = resolve_degrees(world, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp)
     if world == 1:
         return Mesh()
     if not dist.is_initialized():
-        dist.init_process_group(communication, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        if debug:
+            store, rank, _ = make_store(timeout_s)
+            dist.init_process_group(communication, timeout=timeout, store=store, rank=rank, world_size=world)
+            start_checking(store, rank=rank, timeout_s=timeout_s)
+        else:
+            dist.init_process_group(communication, timeout=timeout)
     replicate, shard, cp, tp, pp = degrees
     # The same ranks under two sets of axes: weights do not care whether dp or cp cut them.
     axes = ("pp", "dp_replicate", "fsdp", "tp")
@@ -216,5 +225,6 @@ def _my_group(members: list[list[int]]) -> ProcessGroup:
 
 def stop() -> None:
     """Leave the processes' group; nothing to do for a mesh of one."""
+    stop_checking()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from covey.distributed.agreement import agree
 from covey.distributed.mesh import ProcessGroup
 from covey.distributed.pieces import Cut
 from covey.distributed.tensor_parallel import TensorParallel, whole_tensor
@@ -122,6 +123,7 @@ class _CutHead(torch.autograd.Function):
             logits.sub_(parts[0, chunk, None])
             parts[1, chunk] = logits.exp().mul_(logits).sum(-1).neg_()
         gathered = [torch.empty_like(parts) for _ in range(dist.get_world_size(group))]
+        agree("gathering", parts, group, what="log-probabilities over a cut vocabulary")
         dist.all_gather(gathered, parts, group=group)
         each = torch.stack(gathered)  # (ranks, 3, n)
         log_normalizer = torch.logsumexp(each[:, 0], 0)
