@@ -93,19 +93,12 @@ def load_parts(
         debug=debug,
     )
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
-    network = load_model(
-        model.path,
-        dtype=device.dtype if mesh.world == 1 or lora else torch.float32,  # trained pieces are fp32 masters
-        device=device.torch_device,
-        compute_dtype=device.dtype,
-        reference_kernels=model.kernels == "reference",
-        trust_remote_code=model.trust_remote_code,
-    )
+    # Trained pieces are fp32 masters.
+    masters = device.dtype if mesh.world == 1 else torch.float32
+    network = _load_network(model, device, device.dtype if lora else masters)
     check_vocabulary(network, tokenizer)
     if lora is not None:
-        attach_adapter(network, lora, model, seed=seed, dtype=device.dtype if mesh.world == 1 else torch.float32)
-    if model.gradient_checkpointing:
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+        attach_adapter(network, lora, model, seed=seed, dtype=masters)
     limits = ForwardLimits(train.max_tokens_per_micro_batch, train.logits_chunk_bytes)
     policy = Policy(
         network,
@@ -117,11 +110,26 @@ def load_parts(
         sequence_parallel=parallel.sequence_parallel,
         pp_chunks=parallel.pp_chunks,
         pp_layers=parallel.pp_layers,
+        reduce_every_micro_batch=parallel.reduce_every_micro_batch,
         sampling_consistent=sampling_consistent,
     )
     if debug:
         policy.parallel.watch()
     return Parts(device, tokenizer, policy, mesh, kernels_of(network), debug=debug)
+
+
+def _load_network(model: ModelConfig, device: devices.Device, dtype: torch.dtype) -> Any:
+    network = load_model(
+        model.path,
+        dtype=dtype,
+        device=device.torch_device,
+        compute_dtype=device.dtype,
+        reference_kernels=model.kernels == "reference",
+        trust_remote_code=model.trust_remote_code,
+    )
+    if model.gradient_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    return network
 
 
 def _start_debugging() -> None:
