@@ -99,6 +99,8 @@ def load_parts(
     check_vocabulary(network, tokenizer)
     if lora is not None:
         attach_adapter(network, lora, model, seed=seed, dtype=masters)
+    if model.gradient_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
     limits = ForwardLimits(train.max_tokens_per_micro_batch, train.logits_chunk_bytes)
     policy = Policy(
         network,
@@ -119,7 +121,7 @@ def load_parts(
 
 
 def _load_network(model: ModelConfig, device: devices.Device, dtype: torch.dtype) -> Any:
-    network = load_model(
+    return load_model(
         model.path,
         dtype=dtype,
         device=device.torch_device,
@@ -127,9 +129,6 @@ def _load_network(model: ModelConfig, device: devices.Device, dtype: torch.dtype
         reference_kernels=model.kernels == "reference",
         trust_remote_code=model.trust_remote_code,
     )
-    if model.gradient_checkpointing:
-        network.gradient_checkpointing_enable({"use_reentrant": False})
-    return network
 
 
 def _start_debugging() -> None:
