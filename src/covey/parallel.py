@@ -50,6 +50,7 @@ class ParallelModel:
         sequence_parallel: bool = False,
         pp_chunks: int = 1,
         pp_layers: Sequence[int] | None = None,
+        reduce_every_micro_batch: bool = False,
     ) -> None:
         """Cut, split and shard `model` in place; ValueError when its sizes do not allow the degrees.
 
@@ -85,7 +86,13 @@ class ParallelModel:
         self._sharding: Sharding | None = None
         if mesh.world > 1:
             layers = layers_of(model) if self._part is None else self._part.stage.layers()
-            self._sharding = Sharding(self._scoring, layers, mesh, compute_dtype=compute_dtype)
+            self._sharding = Sharding(
+                self._scoring,
+                layers,
+                mesh,
+                compute_dtype=compute_dtype,
+                reduce_every_micro_batch=reduce_every_micro_batch,
+            )
             self._run_once()
         passes = Passes(self._scoring, mesh, tp=self._tp, sharding=self._sharding, part=self._part, device=device)
         self.score, self.accumulate = passes.score, passes.accumulate
@@ -207,7 +214,8 @@ class ParallelModel:
         plan = PackedPlan([Segment(0, self.mesh.tp, None)], self._device, reference=reference)
         hidden, chunk = None, self.mesh.pp_rank
         if self._part is not None and chunk > 0:
-            hidden = self._part.pipeline.buffer(self.mesh.tp).zero_()
+            cut = self._tp is not None and self._tp.sequence
+            hidden = self._part.pipeline.buffer(1 if cut else self.mesh.tp).zero_()
         with torch.no_grad():
             self._scoring(tokens, tokens, plan, tokens[:1], tokens[:1], hidden=hidden, chunk=chunk)
         self.release()

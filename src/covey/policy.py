@@ -57,6 +57,7 @@ class Policy:
         sampling_consistent: bool = False,
         pp_chunks: int = 1,
         pp_layers: Sequence[int] | None = None,
+        reduce_every_micro_batch: bool = False,
     ) -> None:
         """mesh: the ranks that share the model, which is then cut and sharded in place (parallel.py).
 
@@ -80,6 +81,7 @@ class Policy:
             sequence_parallel=sequence_parallel,
             pp_chunks=pp_chunks,
             pp_layers=pp_layers,
+            reduce_every_micro_batch=reduce_every_micro_batch,
         )
         self.gathered = self.parallel.gathered
         self.weights = self.parallel.weights

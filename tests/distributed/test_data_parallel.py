@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.distributed import cases
 from tests.distributed.harness import run
+from torch.distributed.fsdp import FSDPModule
 
 from covey.config.schema import AlgorithmConfig
 from covey.distributed import mesh as meshes
@@ -34,6 +35,34 @@ def test_gradient_of_two_ranks_is_that_of_one_process(family: str) -> None:
 def test_replicas_of_sharded_weights_sum_their_gradients() -> None:
     found = run(4, cases.gradient, "qwen2", {"dp_replicate": 2}, {"loss": "grpo"}, {})
     assert cases.relative(found[3]["gradients"], _alone("qwen2")["gradients"]) < 1e-5
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, {}), (4, {"dp_replicate": 2}), (2, {"pp": 2})])
+def test_reducing_after_every_micro_batch_gives_the_same_gradient(world: int, sizes: dict[str, int]) -> None:
+    ranks = run(world, _gradient_and_whole_gradients, sizes)
+    together = {name: gradient for found, _ in ranks for name, gradient in found.items()}
+    assert cases.relative(together, _alone("qwen2")["gradients"]) < 1e-5
+    assert all(micros > 1 and not kept for _, (micros, kept) in ranks)
+
+
+def _gradient_and_whole_gradients(sizes: dict[str, int]) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+    """The gradient, the number of micro-batches, and how many unsharded gradients lay there between two of them."""
+    policy = cases.make_policy("qwen2", sizes, max_tokens=30, reduce_every_micro_batch=True)
+    recorder = cases.Recorder(policy)
+    micros, kept = 0, 0
+
+    def look(module: Any, args: Any) -> None:
+        nonlocal micros, kept
+        micros += 1
+        units = [m for m in policy.parallel._scoring.modules() if isinstance(m, FSDPModule)]
+        groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        kept += sum(p.unsharded_accumulated_grad is not None for group in groups for p in group.fsdp_params)
+
+    policy.parallel._scoring.register_forward_pre_hook(look)
+    config = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01, loss="grpo")
+    policy.update(cases.batch(), config, optimizer=recorder, lr=lambda i: 1e-3, max_response_length=32)
+    meshes.stop()
+    return recorder.gradients, (micros, kept)
 
 
 def test_sequence_losses_stay_whole_on_a_rank() -> None:

@@ -273,6 +273,8 @@ class ParallelConfig(Section):
     """With pp: pieces of the layers on each rank; from 2 on interleaved: shorter waits, more transfers."""
     pp_layers: list[PositiveInt] | None = None
     """With pp: layers of each piece, pp x pp_chunks numbers; piece i is on rank i modulo pp. Default: evenly."""
+    reduce_every_micro_batch: bool = False
+    """Add up gradients over ranks after every micro-batch: each keeps its piece of them only, and more is sent."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """How long a rank waits for the slowest one before the run ends with an error, seconds."""
 

@@ -3,7 +3,8 @@
 Each decoder layer is one unit that is gathered in `compute_dtype` before it runs and freed after; the root holds the
 rest (embedding, last norm, head; tied weights stay tied) and stays gathered until its backward is over. Masters and
 reduced gradients are fp32 pieces of every weight. Gathering the next layer and reducing the last one overlap with
-compute (FSDP2's own prefetch). Gradients are summed over ranks, because the token weights of the loss already carry the
+compute (FSDP2's own prefetch). Gradients are reduced once a step, or after every micro-batch, which sends more and
+keeps no whole gradient. Gradients are summed over ranks, because the token weights of the loss already carry the
 denominator of the whole optimizer step.
 
 Left out: CPU offload.
@@ -34,12 +35,14 @@ class Sharding:
         *,
         compute_dtype: torch.dtype,
         reshard_after_forward: bool = True,
+        reduce_every_micro_batch: bool = False,
         sum_in_place: bool | None = None,
     ) -> None:
         """Shard `root` over the mesh; its weights become fp32 (or frozen) pieces, on the mesh's device.
 
         reshard_after_forward: free a layer after its forward and gather it again for backward; False keeps it, which
-        saves a third of the communication and costs the gathered weights. sum_in_place: whether the reduction can sum
+        saves a third of the communication and costs the gathered weights. reduce_every_micro_batch: keep only this
+        rank's piece of the gradient between micro-batches; copies (dp_replicate) still add up once. sum_in_place: whether the reduction can sum
         (torch >= 2.8); otherwise it averages and `loss_scale` makes up for it. None: what this torch can.
         """
         device_mesh = mesh.device_mesh["dp_replicate", "fsdp"] if mesh.dp_replicate > 1 else mesh.device_mesh["fsdp"]
@@ -54,6 +57,7 @@ class Sharding:
         self._keep[False].append(root)
         self._root: Any = root
         self._units = [unit for units in self._keep.values() for unit in units]
+        self._reduce_every = reduce_every_micro_batch
         if sum_in_place is None:
             sum_in_place = hasattr(root, "set_force_sum_reduction_for_comms")
         # Backward multiplies the loss by this, so that the reduced gradient is the sum over ranks.
@@ -63,14 +67,16 @@ class Sharding:
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_gradient_divide_factor(1.0)
 
-    def sync_gradients(self, now: bool, *, of: Sequence[nn.Module] | None = None, rest: bool = True) -> None:
-        """Whether the next backward reduces over ranks; without it, gradients pile up unsharded and unsent.
+    def sync_gradients(self, last: bool, *, of: Sequence[nn.Module] | None = None, rest: bool = True) -> None:
+        """Whether the next backward is the last one before the optimizer, so that ranks must add up.
 
+        Before the last, gradients pile up unsharded and unsent, or with reduce_every_micro_batch in pieces.
         of: only these layers (None: all); rest: and what no layer holds.
         """
         for unit in self._units:
             chosen = rest if unit is self._root else of is None or unit in of
-            unit.set_requires_gradient_sync(now and chosen, recurse=False)
+            unit.set_requires_gradient_sync((last or self._reduce_every) and chosen, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
 
     def reshard(self) -> None:
         """Free every gathered weight."""
