@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from covey.config import lora_keys as lora
 from covey.config import mindspeed_dapo as dapo
 from covey.config import mindspeed_rules as rules
 from covey.config.rules import (
@@ -173,7 +174,7 @@ RL: KeyMap = {
     "swanlab_exp_name": no_effect("runs are named after output_dir"),
     "swanlab_save_dir": no_effect("everything of a run lies in output_dir"),
     "integrated_mode_config": _integrated_mode,
-    "share_backbone": judged_with("lora_r"),
+    "share_backbone": lora.mindspeed_share_backbone,
     "token_level_loss": dapo.token_level_loss,
     "clip_higher_enable": judged_with("clip_ratio_low and clip_ratio_high"),
     "clip_ratio_low": dapo.clip_side("algorithm.clip_low"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from covey.config import lora_keys as lora
 from covey.config import mindspeed_model as model
 from covey.config import mindspeed_rules as rules
 from covey.config.rules import (
@@ -138,11 +139,11 @@ MEGATRON: KeyMap = {
     "moe_alltoall_overlap_comm": _MOE_TUNING,
     "moe_token_dispatcher_type": _MOE_TUNING,
     "use_fused_moe_token_permute_and_unpermute": _MOE_TUNING,
-    "lora_r": unsupported("LoRA: all weights would be trained instead", off=(0, None), blocking=True),
-    "lora_alpha": judged_with("lora_r"),
-    "lora_target_modules": judged_with("lora_r"),
+    "lora_r": lora.mindspeed_size("lora.rank"),
+    "lora_alpha": lora.mindspeed_size("lora.alpha"),
+    "lora_target_modules": lora.mindspeed_targets,
     "lora_fusion": no_effect("a fused kernel of LoRA"),
-    "lora_ckpt_filter": no_effect("checkpoints are complete"),
+    "lora_ckpt_filter": built_in("checkpoints of a run with LoRA hold the adapter alone; OUTPUT/model is merged"),
     "enable_high_availability": no_effect("a killed run continues with --resume"),
     "load_checkpoint_loosely": no_effect("weights that do not fit are an error"),
     "pretrained_checkpoint": no_effect("accepted upstream without use in RL"),

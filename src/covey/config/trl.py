@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from covey.config import lora_keys as lora
 from covey.config.rules import (
     Conversion,
     Finding,
@@ -127,6 +128,28 @@ def _clip_high(value: Any, run: Conversion) -> Finding:
     return Finding("mapped", "algorithm.clip_high = epsilon_high - 1: cispo gives the largest weight itself")
 
 
+def _sync_reference(value: Any, run: Conversion) -> Finding:
+    if not value:
+        return Finding("no effect", "switched off")
+    steps = int(number(run.values["trl"].get("ref_model_sync_steps", 512)))
+    run.set("reference.sync_every", steps)
+    run.set("reference.decay", round(1.0 - number(run.values["trl"].get("ref_model_mixup_alpha", 0.6)), 12))
+    why = "1 - ref_model_mixup_alpha; equal while one rollout is one optimizer step"
+    return Finding(
+        "mapped", f"reference.sync_every = {steps}, reference.decay = {run.native['reference.decay']}: {why}"
+    )
+
+
+def _adaptive_entropy(value: Any, run: Conversion) -> Finding:
+    if not value:
+        return Finding("no effect", "switched off")
+    for name, default in (("entropy_target", 0.2), ("entropy_coef_delta", 0.005), ("entropy_coef_max", 1.0)):
+        run.set(f"algorithm.{name}", number(run.values["trl"].get(name, default)))
+    return Finding(
+        "mapped", "algorithm.entropy_target and its keys; changes after a step, TRL's after an optimizer step"
+    )
+
+
 def _beta(index: int) -> Rule:
     def rule(value: Any, run: Conversion) -> Finding:
         betas = [
@@ -216,8 +239,15 @@ TRL: KeyMap = {
     "vllm_importance_sampling_clip_max": no_effect("read with vllm_importance_sampling_mode"),
     "vllm_importance_sampling_clip_min": no_effect("read with vllm_importance_sampling_mode"),
     "repetition_penalty": unsupported("sampling follows the policy alone", off=(1.0, None)),
-    "use_adaptive_entropy": unsupported("algorithm.entropy_coef is fixed"),
-    "sync_ref_model": unsupported("the reference stays what it was"),
+    "use_adaptive_entropy": _adaptive_entropy,
+    **{
+        name: no_effect("read with use_adaptive_entropy")
+        for name in ("entropy_target", "entropy_coef_delta", "entropy_coef_max")
+    },
+    "entropy_coef_min": unsupported("the smallest weight is 0", off=(0.0, None)),
+    "sync_ref_model": _sync_reference,
+    "ref_model_sync_steps": no_effect("read with sync_ref_model"),
+    "ref_model_mixup_alpha": no_effect("read with sync_ref_model"),
     "cast_lm_head_to_fp32": built_in("logits are computed in fp32, chunk by chunk"),
     "disable_dropout": built_in("there is no dropout"),
     "vllm_mode": no_effect("settings of TRL's vLLM"),
@@ -232,4 +262,5 @@ TRL: KeyMap = {
     "reward_weights": no_effect("weights stand beside the functions in reward.functions"),
     "use_liger_kernel": built_in("logits are never held whole"),
     "trust_remote_code": honour("model.trust_remote_code"),
+    **lora.TRL_LORA,
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from covey.config import lora_keys as lora
 from covey.config.rules import (
     Conversion,
     Finding,
@@ -163,6 +164,15 @@ _MICRO = no_effect("micro-batches are cut by tokens (train.max_tokens_per_micro_
 _ENGINE = no_effect("a setting of verl's engines; the native one does not need it")
 _CORRECTION = "algorithm.rollout_correction."
 _OVERLONG = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.")
+
+
+def _offload_reference(value: Any, run: Conversion) -> Finding:
+    switches = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    if value and any(run.get("verl", switch) for switch in switches) and not lora.verl_is_on(run):
+        return honour("reference.offload")(True, run)
+    return Finding("no effect", "switched off, or there is no reference of its own")
+
+
 _A = "actor_rollout_ref.actor."
 _R = "actor_rollout_ref.rollout."
 IGNORED = {
@@ -197,7 +207,7 @@ VERL: KeyMap = {
     "actor_rollout_ref.model.use_remove_padding": built_in("sequences are packed, never padded"),
     "actor_rollout_ref.model.use_fused_kernels": built_in("logits are never held whole"),
     "actor_rollout_ref.model.trust_remote_code": honour("model.trust_remote_code"),
-    "actor_rollout_ref.model.lora_rank": unsupported("LoRA: all weights would be trained instead", off=(0, None)),
+    **lora.VERL_LORA,
     f"{_A}strategy": no_effect("layout follows the launched processes"),
     f"{_A}optim.lr": real("train.lr"),
     f"{_A}optim.lr_warmup_steps": lambda value, run: (
@@ -246,6 +256,7 @@ VERL: KeyMap = {
             "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "layered_summon",
         )
     },
+    "actor_rollout_ref.ref.fsdp_config.param_offload": _offload_reference,
     "algorithm.adv_estimator": _choice("algorithm.advantage", _ADVANTAGES),
     "algorithm.norm_adv_by_std_in_grpo": _std,
     "algorithm.use_kl_in_reward": _reward_kl,
@@ -263,8 +274,7 @@ VERL: KeyMap = {
         for prefix in _OVERLONG
         for key in ("len", "penalty_factor", "log")
     },
-    "algorithm.gamma": no_effect("GRPO has no returns to discount"),
-    "algorithm.lam": no_effect("GRPO has no returns to weigh"),
+    **{f"algorithm.{key}": no_effect("GRPO has no returns to discount or weigh") for key in ("gamma", "lam")},
     "algorithm.kl_ctrl.kl_coef": no_effect("read with use_kl_in_reward"),
     "custom_reward_function.path": built_in("reward.functions"),
     "custom_reward_function.name": built_in("reward.functions"),

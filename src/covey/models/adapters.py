@@ -259,11 +259,7 @@ def _stored_config(path: str, given: Mapping[str, Any], base: str) -> Any:
         config = peft.PeftConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"lora.path: cannot read the adapter {path!r}: {error}") from error
-    other = [
-        f"{key}={getattr(config, key)!r}"
-        for key, value in _ONLY.items()
-        if (getattr(config, key, value) or value) != value
-    ]
+    other = [f"{k}={getattr(config, k)!r}" for k, v in _ONLY.items() if (getattr(config, k, v) or v) != v]
     if not isinstance(getattr(config, "init_lora_weights", True), bool) and config.init_lora_weights != "gaussian":
         other.append(f"init_lora_weights={config.init_lora_weights!r}")  # some of these change the base model too
     if other:
