@@ -30,7 +30,7 @@ from covey.rewards.base import split_name
 from covey.rewards.runner import Scorer
 from covey.rollout.reward_model import NAME as REWARD_MODEL
 from covey.setup import Prompts, attach_adapter, check_tasks, load_prompts
-from covey.tools.memory import head_dim, memory_per_rank, peak_bytes
+from covey.memory import head_dim, memory_per_rank, peak_bytes
 
 T = TypeVar("T")
 

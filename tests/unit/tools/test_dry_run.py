@@ -17,7 +17,7 @@ from covey.config.convert import check_file, load_any
 from covey.distributed.mesh import Mesh
 from covey.models.load import load_skeleton
 from covey.tools.dry_run import dry_run
-from covey.tools.memory import activation_bytes, memory_per_rank, peak_bytes
+from covey.memory import activation_bytes, memory_per_rank, peak_bytes
 from covey.tools.tiny import make_data, make_model
 
 FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures" / "mindspeed_rl"
