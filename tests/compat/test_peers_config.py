@@ -129,3 +129,39 @@ def test_trl_losses_beyond_grpo(tmp_path: Path) -> None:
     )
     assert (algorithm.advantage, algorithm.top_entropy_share, algorithm.vespo_neg) == ("gdpo", 0.2, (4.0, 2.0))
     assert (algorithm.rollout_correction, algorithm.rollout_ratio_high) == ("token_truncate", 3.0)
+
+
+def test_trls_reference_sync_and_adaptive_entropy(tmp_path: Path) -> None:
+    """TRL: ref = alpha policy + (1 - alpha) ref, so that the reference keeps 1 - alpha of itself."""
+    path = tmp_path / "trl.json"
+    arguments = {
+        "output_dir": "out",
+        "beta": 0.04,
+        "num_generations": 4,
+        "sync_ref_model": True,
+        "ref_model_mixup_alpha": 0.9,
+        "ref_model_sync_steps": 64,
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.01,
+        "entropy_target": 0.5,
+        "entropy_coef_min": 0.0,
+    }
+    path.write_text(json.dumps(arguments))
+    given = ["model.path=m", "data.train=d.jsonl", "reward.functions=[math]"]
+    config = load_any(path, given).config
+    assert (config.reference.sync_every, config.reference.decay) == (64, 0.1)
+    algorithm = config.algorithm
+    assert (algorithm.entropy_coef, algorithm.entropy_target) == (0.01, 0.5)
+    assert (algorithm.entropy_coef_delta, algorithm.entropy_coef_max) == (0.005, 1.0)
+    path.write_text(json.dumps({**arguments, "entropy_coef_min": 0.1}))
+    differs = {finding.key for finding in check_file(path, given).findings if finding.differs}
+    assert differs == {"entropy_coef_min"}
+
+
+def test_verls_offloaded_reference_is_offloaded_where_there_is_one(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    more = "actor_rollout_ref.ref.fsdp_config.param_offload=True"
+    script.write_text(f"{VERL}{more}\n")
+    assert load_any(script).config.reference.offload
+    script.write_text(f"{VERL.replace('use_kl_loss=True', 'use_kl_loss=False')}{more}\n")
+    assert not load_any(script).config.reference.offload

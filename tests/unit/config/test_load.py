@@ -101,7 +101,8 @@ def test_missing_keys_are_named_with_their_meaning(tmp_path: Path) -> None:
     assert set(problems) == {"model.path", "data.train", "output_dir", "reward.functions[0].name"}
     assert "required key is missing" in problems["model.path"][1]
     assert "Hugging Face" in problems["model.path"][1]
-    assert "reward" in _problems(tmp_path, MINIMAL.replace("reward:\n  functions: [{name: math}]\n", ""))
+    problems = _problems(tmp_path, MINIMAL.replace("reward:\n  functions: [{name: math}]\n", ""))
+    assert "reward.functions" in problems[""][1] and "distillation" in problems[""][1]
 
 
 @pytest.mark.parametrize(
