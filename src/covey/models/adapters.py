@@ -143,7 +143,7 @@ def merged_weights(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[
             (weight_name, weight), (_, down) = waiting.pop("weight"), waiting.pop("lora_A")
             assert weight_name == f"{layer}.weight", (weight_name, layer)
             added = tensor.float() @ down.float()
-            yield weight_name, weight.float().add_(added, alpha=scale).to(weight.dtype)
+            yield weight_name, torch.add(weight.float(), added, alpha=scale).to(weight.dtype)
         else:
             yield plain_name(name), tensor
 
@@ -201,9 +201,10 @@ def _inject(model: Any, config: Any) -> set[str]:
 
 
 def _set(model: Any, name: str, weight: Tensor, device: torch.device | None = None) -> None:
-    """Make `weight` a trained parameter; device None: where the old one was."""
+    """Make `weight` a trained parameter; device None: where the old one was, with memory in any case."""
     module = model.get_submodule(name.removesuffix(".weight"))
-    module.weight = nn.Parameter(weight.to(device or module.weight.device))
+    before = weight.device if module.weight.is_meta else module.weight.device
+    module.weight = nn.Parameter(weight.to(device or before))
 
 
 def _linear_layers(model: Any) -> dict[str, nn.Linear]:
