@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from covey.distributed.collectives import send_to_all, wait_for_all
-from covey.distributed.fsdp import Sharding, full_tensor
+from covey.distributed.fsdp import Sharding, full_tensor, local_tensor
 from covey.distributed.gradients import GradientNorm
 from covey.distributed.mesh import Mesh
-from covey.distributed.pieces import Cut
+from covey.distributed.pieces import Cut, places
 from covey.distributed.pipeline import Pipeline
 from covey.distributed.pipeline_order import describe_stages, layers_of_chunks
 from covey.distributed.tensor_parallel import TensorParallel, cut_layers, whole_tensor
@@ -31,6 +31,7 @@ from covey.models.finite import watch_outputs
 from covey.models.load import export_model
 from covey.models.scoring import ScoringModel
 from covey.models.stages import Stage
+from covey.models.weight_files import allocate, weight_files_of
 from covey.passes import Passes, StagePart
 from covey.types import Segment
 
@@ -66,6 +67,7 @@ class ParallelModel:
             check_heads(model, mesh.tp, mesh.cp)
         if mesh.tp > 1:
             self._tp = _cut_model(model, mesh, sequence_parallel=sequence_parallel)
+        head = None if self._tp is None else _cut_head(model, self._tp)
         self._part: StagePart | None = None
         self._stages: dict[str, str] = {}
         if mesh.pp > 1:
@@ -80,7 +82,7 @@ class ParallelModel:
             temperature=temperature,
             logits_chunk_bytes=logits_chunk_bytes,
             whole=mesh.world == 1,
-            head=None if self._tp is None else _cut_head(model, self._tp),
+            head=head,
             stage=None if self._part is None else self._part.stage,
         )
         self._sharding: Sharding | None = None
@@ -93,6 +95,7 @@ class ParallelModel:
                 compute_dtype=compute_dtype,
                 reduce_every_micro_batch=reduce_every_micro_batch,
             )
+            self._fill()
             self._run_once()
         passes = Passes(self._scoring, mesh, tp=self._tp, sharding=self._sharding, part=self._part, device=device)
         self.score, self.accumulate = passes.score, passes.accumulate
@@ -206,6 +209,25 @@ class ParallelModel:
                 tensor = torch.empty(weight.shape, dtype=self.compute_dtype, device=self._device)
             found[name] = send_to_all(tensor, weight.owner, self.mesh.pp_group, what=f"weight {name}")
         return found
+
+    def _fill(self) -> None:
+        """Read this rank's pieces of a model that was built without memory."""
+        files = weight_files_of(self.model)
+        if files is None:
+            return
+        empty = {name: parameter for name, parameter in self.model.named_parameters() if parameter.is_meta}
+        allocate(self._scoring, self._device)
+        found = places(self.model, self.mesh, self.cuts)
+        targets = {plain_name(name): (local_tensor(parameter), found[name]) for name, parameter in empty.items()}
+        wanted = {
+            name: tuple(slice(o, o + n) for o, n in zip(place.offsets, piece.shape, strict=True))
+            for name, (piece, place) in targets.items()
+            if piece.numel()
+        }
+        with torch.no_grad():
+            for name, values in files.read(wanted):
+                targets[name][0].copy_(values)
+        self.model.covey_weight_files = None
 
     def _run_once(self) -> None:
         """FSDP2 takes the first module that runs for the root: let it be the real one, not a layer in a rollout."""

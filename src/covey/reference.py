@@ -212,6 +212,7 @@ def _load(path: str, config: Config, parts: Parts, *, key: str) -> Policy:
             device=parts.device.torch_device,
             reference_kernels=config.model.kernels == "reference",
             trust_remote_code=config.model.trust_remote_code,
+            fill_later=parts.mesh.world > 1,
         )
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", key)) from error

@@ -128,6 +128,7 @@ def _load_network(model: ModelConfig, device: devices.Device, dtype: torch.dtype
         compute_dtype=device.dtype,
         reference_kernels=model.kernels == "reference",
         trust_remote_code=model.trust_remote_code,
+        fill_later=mesh.world > 1,
     )
 
 

@@ -8,6 +8,7 @@ pass a numeric self-test against the model's own attention before it is trusted.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -30,7 +31,10 @@ from transformers import (
 from covey.config.mindspeed_model import checkpoint_kind
 from covey.models.attention import ATTENTION, PackedPlan
 from covey.models.fused import choose_kernels
+from covey.models.weight_files import WeightFiles, without_memory
 from covey.types import Segment
+
+log = logging.getLogger(__name__)
 
 FAMILIES = ("qwen2", "qwen3", "llama")
 
@@ -43,8 +47,12 @@ def load_model(
     compute_dtype: torch.dtype | None = None,
     reference_kernels: bool = False,
     trust_remote_code: bool = False,
+    fill_later: bool = False,
 ) -> PreTrainedModel:
     """The causal language model at `path`, on the device, attending through `covey`; ValueError says why not.
+
+    fill_later: without memory for its weights, which `covey.parallel` reads piece by piece once it has sharded the
+    model; where that is not possible (see `_build_empty`), the model is loaded whole after all, and the log says so.
 
     compute_dtype: of activations, where weights are kept in another. What runs its operations is then in
     `kernels_of(model)`; with reference_kernels, plain torch.
@@ -53,12 +61,14 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _refuse_unsupported(config, path)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
-        )
+        model: Any = _build_empty(path, config, dtype, trust_remote_code) if fill_later else None
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+            )
+            model.to(device)
     except (OSError, KeyError) as error:
         raise ValueError(f"model.path: cannot load {path!r}: {_first_line(error)}") from error
-    model.to(device)
     prepare_model(model, path)
     model.covey_kernels = choose_kernels(
         model, device=device, dtype=compute_dtype or dtype, reference=reference_kernels
@@ -88,6 +98,29 @@ def load_skeleton(path: str, *, trust_remote_code: bool = False) -> PreTrainedMo
     with suppress(OSError):  # a model without generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
+
+
+def _build_empty(path: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """The model without memory for its weights, and where they are; None, with a warning, where it must be loaded."""
+    files = WeightFiles.of(path)
+    reason = ""
+    if config.model_type not in FAMILIES:
+        reason = f"the self-test of model_type {config.model_type!r} needs weights"
+    elif files is None:
+        reason = "its weights are not stored as safetensors"
+    else:
+        with without_memory():
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+            )
+        if not (absent := files.lacks(name for name, _ in model.named_parameters())):
+            with suppress(OSError):  # a model without generation_config.json
+                model.generation_config = GenerationConfig.from_pretrained(path)
+            model.covey_weight_files = files
+            return model.eval()
+        reason = f"no file has {absent[0]}: transformers renames weights while it loads"
+    log.warning("%s: every process loads the whole model into host memory, because %s", path, reason)
+    return None
 
 
 def prepare_model(model: PreTrainedModel, path: str = "the model") -> None:
