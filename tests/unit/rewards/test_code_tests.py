@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 import pytest
 
 from covey.rewards.code_tests import RowTests, code_reward, extract_program, read_tests, same_output
+from covey.rewards.sandbox import find_bwrap
 
-needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+needs_sandbox = pytest.mark.skipif(find_bwrap() is None, reason="bubblewrap is not installed")
 
 
 def score(program: str, row: dict[str, Any], **options: Any) -> dict[str, float]:

