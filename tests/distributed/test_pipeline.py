@@ -10,8 +10,13 @@ import torch
 from tests.distributed import cases
 from tests.distributed.harness import run
 
+from covey.config.schema import AlgorithmConfig
 from covey.distributed import mesh as meshes
+from covey.optim import Optimizer
 from covey.policy import Policy
+from covey.rollout.engine import Sampling
+from covey.rollout.native import NativeEngine
+from covey.types import Prompt
 
 NUM_LAYERS = 5
 PLAIN = ({"pp": 2}, {})
@@ -61,3 +66,92 @@ def _check_gradients(world: int, layouts: list[tuple[str, Layout]]) -> None:
 def test_gradient_of_two_stages_is_that_of_one_process() -> None:
     layouts = [(family, layout) for family in cases.FAMILIES for layout in (PLAIN, INTERLEAVED)]
     _check_gradients(2, [*layouts, ("qwen2", UNEVEN), ("qwen3", UNEVEN_INTERLEAVED)])
+
+
+@pytest.mark.slow
+def test_pipelines_combine_with_every_other_axis() -> None:
+    _check_gradients(
+        4,
+        [
+            ("qwen2", ({"pp": 2, "dp_shard": 2}, {})),
+            ("qwen3", ({"pp": 2, "dp_shard": 2}, {"pp_chunks": 2})),
+            ("llama", ({"pp": 2, "dp_replicate": 2}, {})),
+            ("qwen2", ({"pp": 4}, {})),
+            ("llama", ({"pp": 4}, {"pp_layers": [1, 1, 2, 1]})),
+            ("qwen2", ({"pp": 2, "tp": 2}, {"sequence_parallel": True, "pp_chunks": 2})),
+            ("qwen3", ({"pp": 2, "tp": 2}, {})),
+            ("llama", ({"pp": 2, "cp": 2}, {})),
+        ],
+    )
+
+
+def _train_and_sample(layouts: list[tuple[str, Layout]]) -> list[dict[str, Any]]:
+    """After two updates of four optimizer steps: this rank's trained names, all weights, norms, sampled tokens."""
+    found = []
+    for family, layout in layouts:
+        policy = _policy(family, layout)
+        parameters = list(policy.model.parameters())
+        norm = {} if policy.mesh.world == 1 else {"norm": policy.parallel.gradient_norm(parameters)}
+        optimizer = Optimizer(parameters, cases.train_config(), **norm)
+        norms = []
+        for _ in range(2):
+            algorithm = AlgorithmConfig(epochs=2, mini_batch_size=2)
+            stats = policy.update(
+                cases.batch(), algorithm, optimizer=optimizer, lr=lambda i: 1e-3, max_response_length=32
+            )
+            norms.append(stats.values["actor/grad_norm"])
+        with policy.gathered():
+            engine = NativeEngine(
+                policy.model,
+                stop_token_ids=[3],
+                decode=str,
+                max_num_seqs=8,
+                kv_cache_bytes=2**24,
+                tp_size=policy.mesh.tp,
+            )
+            prompts = [Prompt(i, [5 + i, 7, 11, 13 + i][: 2 + i], "") for i in range(3)]
+            groups = engine.generate(prompts, Sampling(num_samples=4, max_response_length=10, seed=3))
+        again = policy.logprobs(cases.batch().groups)  # training goes on after a rollout
+        found.append(
+            {
+                "names": [name for name, _ in policy.model.named_parameters()],
+                "weights": {name: tensor.clone() for name, tensor in policy.weights()},
+                "norms": norms,
+                "tokens": [[response.token_ids for response in group.responses] for group in groups],
+                "logprobs": again,
+            }
+        )
+    meshes.stop()
+    return found
+
+
+def _check_training(world: int, layouts: list[tuple[str, Layout]]) -> list[list[dict[str, Any]]]:
+    (expected,) = run(1, _train_and_sample, [(family, ({}, {})) for family, _ in layouts])
+    ranks = run(world, _train_and_sample, layouts)
+    for i, one in enumerate(expected):
+        for rank in ranks:
+            assert rank[i]["norms"] == pytest.approx(one["norms"], rel=1e-5)
+            assert rank[i]["tokens"] == one["tokens"]
+            assert cases.relative(rank[i]["weights"], one["weights"]) < 1e-5
+            assert all(torch.equal(rank[i]["weights"][n], ranks[0][i]["weights"][n]) for n in one["weights"])
+            torch.testing.assert_close(rank[i]["logprobs"], one["logprobs"], rtol=0, atol=1e-4)
+    return ranks
+
+
+def test_steps_end_in_the_weights_of_one_process_and_sample_its_tokens() -> None:
+    ranks = _check_training(2, [("qwen2", PLAIN), ("llama", UNEVEN_INTERLEAVED)])
+    first, last = ranks[0][0]["names"], ranks[1][0]["names"]
+    assert set(first) & set(last) == {"model.embed_tokens.weight"}  # tied to the head
+    assert [name for name in last if "layers.0." in name or "layers.2." in name] == []
+    assert "model.norm.weight" in last
+    assert "model.norm.weight" not in first
+    first, last = ranks[0][1]["names"], ranks[1][1]["names"]
+    assert set(first) & set(last) == set()
+    assert {int(name.split(".")[2]) for name in first if ".layers." in name} == {0, 3}
+
+
+@pytest.mark.slow
+def test_steps_of_pipelines_with_sharded_or_cut_stages() -> None:
+    sharded = ({"pp": 2, "dp_shard": 2}, {})
+    cut = ({"pp": 2, "tp": 2}, {"pp_chunks": 2, "sequence_parallel": True})
+    _check_training(4, [("qwen2", sharded), ("qwen3", cut)])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +84,13 @@ class Pipeline:
         """The processes' group for transfers between two pipeline ranks."""
         return self._mesh.pp_group if source < target else self._mesh.pp_falling_group
 
+    def attempt(self, exchange: Callable[[], Any], *, what: str) -> Any:
+        """`exchange()`; CollectiveError that names it when it fails."""
+        try:
+            return exchange()
+        except RuntimeError as error:
+            raise failed(what, self._mesh.pp_group, error) from error
+
     @property
     def rank(self) -> int:
         """This rank's place in the pipeline."""
@@ -113,10 +121,7 @@ class _Inbox:
         if action not in self._posted:
             return None
         work, buffer = self._posted.pop(action)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise failed(f"{action.kind} of the pipeline", self._pipeline.group(0, 1), error) from error
+        self._pipeline.attempt(work.wait, what=f"{action.kind} of the pipeline")
         return buffer
 
     def _post_until(self, action: Action) -> None:
@@ -127,8 +132,11 @@ class _Inbox:
         while action not in self._posted:
             coming = self._coming[source].popleft()
             buffer = self._pipeline.buffer(self._lengths[coming.micro])
-            group = self._pipeline.group(source, self._pipeline.rank)
-            self._posted[coming] = dist.irecv(buffer, group_src=source, group=group), buffer
+            receive = partial(
+                dist.irecv, buffer, group_src=source, group=self._pipeline.group(source, self._pipeline.rank)
+            )
+            work = self._pipeline.attempt(receive, what=f"{action.kind} of the pipeline")
+            self._posted[coming] = work, buffer
 
 
 class _Outbox:
@@ -146,15 +154,12 @@ class _Outbox:
         # gloo reports what has left only when waited for, so on CPU all of it stays until the end of the run.
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         target = self._pipeline.rank_of(taker)
-        group = self._pipeline.group(self._pipeline.rank, target)
         tensor = tensor.detach().contiguous()
-        self._sent.append((dist.isend(tensor, group_dst=target, group=group), tensor))
+        send = partial(dist.isend, tensor, group_dst=target, group=self._pipeline.group(self._pipeline.rank, target))
+        self._sent.append((self._pipeline.attempt(send, what=f"{action.kind} of the pipeline"), tensor))
 
     def wait(self) -> None:
         """Return when everything has left."""
         for work, _ in self._sent:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise failed("last transfers of the pipeline", self._pipeline.group(0, 1), error) from error
+            self._pipeline.attempt(work.wait, what="last transfers of the pipeline")
         self._sent.clear()
