@@ -95,10 +95,10 @@ def load_parts(
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
     # Trained pieces are fp32 masters.
     masters = device.dtype if mesh.world == 1 else torch.float32
-    network = _load_network(model, device, device.dtype if lora else masters)
+    network = _load_network(model, device, device.dtype if lora else masters, fill_later=mesh.world > 1)
     check_vocabulary(network, tokenizer)
     if lora is not None:
-        attach_adapter(network, lora, model, seed=seed, dtype=masters)
+        attach_adapter(network, lora, model, seed=seed, dtype=masters, device=device.torch_device)
     if model.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     limits = ForwardLimits(train.max_tokens_per_micro_batch, train.logits_chunk_bytes)
@@ -120,7 +120,7 @@ def load_parts(
     return Parts(device, tokenizer, policy, mesh, kernels_of(network), debug=debug)
 
 
-def _load_network(model: ModelConfig, device: devices.Device, dtype: torch.dtype) -> Any:
+def _load_network(model: ModelConfig, device: devices.Device, dtype: torch.dtype, *, fill_later: bool) -> Any:
     return load_model(
         model.path,
         dtype=dtype,
@@ -128,7 +128,7 @@ def _load_network(model: ModelConfig, device: devices.Device, dtype: torch.dtype
         compute_dtype=device.dtype,
         reference_kernels=model.kernels == "reference",
         trust_remote_code=model.trust_remote_code,
-        fill_later=mesh.world > 1,
+        fill_later=fill_later,
     )
 
 
@@ -155,8 +155,19 @@ def load_run_parts(config: Config) -> Parts:
     )
 
 
-def attach_adapter(network: Any, lora: LoraConfig, model: ModelConfig, *, seed: int, dtype: torch.dtype) -> None:
-    """Freeze the weights of `network`, those of `model`, and add the adapter that section `lora` describes."""
+def attach_adapter(
+    network: Any,
+    lora: LoraConfig,
+    model: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> None:
+    """Freeze the weights of `network`, those of `model`, and add the adapter that section `lora` describes.
+
+    device: of the adapter; None: the weights' own.
+    """
     add_adapter(
         network,
         base=model.path,
@@ -166,6 +177,7 @@ def attach_adapter(network: Any, lora: LoraConfig, model: ModelConfig, *, seed: 
         path=lora.path,
         seed=seed,
         dtype=dtype,
+        device=device,
     )
 
 

@@ -52,12 +52,13 @@ def add_adapter(
     path: str | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Freeze `model` and put an adapter beside its linear layers, in place; a new one, or the one at `path`.
 
     base: where the model's weights are, for whoever loads the adapter later. rank, alpha, targets: of a new one; with a
-    path they may be None, and must otherwise be the stored ones. dtype: of the adapter; None: fp32, or as it is stored.
-    The random A is the same on every device and rank. ValueError says what does not fit.
+    path they may be None, and must otherwise be the stored ones. dtype, device: of the adapter; None: fp32, or as it is
+    stored, where the model is. The random A is the same on every device and rank. ValueError says what does not fit.
     """
     peft = _peft()
     layers = _linear_layers(model)
@@ -72,16 +73,19 @@ def add_adapter(
     if not adapted or not adapted <= set(layers):
         wrong = sorted(adapted - set(layers)) or config.target_modules
         raise ValueError(f"lora.path: {path!r} adapts {wrong}, which are no linear layers of the decoder of {base!r}")
+    device = device or next(model.parameters()).device
+    if path is None and device.type == "meta":
+        return  # a model without numbers
     weights = _random_weights(model, seed) if path is None else _stored_weights(path, model)
     for name, weight in weights.items():
-        _set(model, name, weight.to(dtype=dtype or weight.dtype))
+        _set(model, name, weight.to(device, dtype))
 
 
 def restore_adapter(model: Any, directory: Path) -> None:
     """Freeze `model` and add the adapter that `save_adapter_config` described there, of zeros in fp32 on the cpu."""
     _inject(model, _peft().PeftConfig.from_pretrained(str(directory)))
     for name, shape in _adapter_shapes(model).items():
-        _set(model, name, torch.zeros(shape), torch.device("cpu"))
+        _set(model, name, torch.zeros(shape, device="cpu"))
 
 
 def base_of_adapter(directory: Path) -> str:
@@ -200,11 +204,9 @@ def _inject(model: Any, config: Any) -> set[str]:
     return {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _set(model: Any, name: str, weight: Tensor, device: torch.device | None = None) -> None:
-    """Make `weight` a trained parameter; device None: where the old one was, with memory in any case."""
-    module = model.get_submodule(name.removesuffix(".weight"))
-    before = weight.device if module.weight.is_meta else module.weight.device
-    module.weight = nn.Parameter(weight.to(device or before))
+def _set(model: Any, name: str, weight: Tensor) -> None:
+    """Make `weight` a trained parameter."""
+    model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(weight)
 
 
 def _linear_layers(model: Any) -> dict[str, nn.Linear]:
