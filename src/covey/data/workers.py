@@ -24,6 +24,7 @@ from covey.data.handlers import AlpacaStyleInstructionHandler, find_handler
 from covey.data.prompts import Prepared, prepare_table
 from covey.data.rendering import Renderer
 from covey.data.settings import PreprocessConfig
+from covey.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,10 +49,8 @@ def num_workers(wanted: int, num_rows: int) -> int:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """A tokenizer by directory or hub id. Raises ValueError when there is none."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return read_tokenizer(name)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"tokenizer_name_or_path: no tokenizer at '{name}' ({str(error).splitlines()[0]}). "

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,6 +31,7 @@ from covey.config.mindspeed_model import checkpoint_kind
 from covey.models.attention import ATTENTION, PackedPlan
 from covey.models.fused import choose_kernels
 from covey.models.weight_files import WeightFiles, without_memory
+from covey.tokenizer import read_tokenizer
 from covey.types import Segment
 
 log = logging.getLogger(__name__)
@@ -133,10 +133,10 @@ def prepare_model(model: PreTrainedModel, path: str = "the model") -> None:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`; ValueError when there is none."""
+    """The tokenizer at `path`, which tokenises as its tokenizer.json says; ValueError when there is none."""
     _require_checkpoint(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(
             f"model.tokenizer: cannot load a tokenizer from {path!r}: {_first_line(error)}; "

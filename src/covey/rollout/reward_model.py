@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from covey.config.schema import RewardConfig
 from covey.rewards.base import RewardFn, Score, read_options
+from covey.tokenizer import read_tokenizer
 
 NAME = "reward_model"
 _OPTIONS = {"path": None, "label": 0, "max_length": 4096, "max_tokens_per_batch": 16384, "sigmoid": False}
@@ -68,7 +69,7 @@ class RewardModel:
         if path not in self._loaded:
             try:
                 model = AutoModelForSequenceClassification.from_pretrained(path, dtype=self._dtype)
-                tokenizer = AutoTokenizer.from_pretrained(path)
+                tokenizer = read_tokenizer(path)
             except (OSError, ValueError) as error:
                 raise ValueError(f"reward_model: path={path!r} cannot be loaded: {error}") from error
             if not hasattr(model, "score"):

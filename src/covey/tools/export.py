@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from covey.checkpoint import complete, read_weights
 from covey.models.adapters import (
@@ -22,6 +22,7 @@ from covey.models.adapters import (
     save_adapter,
 )
 from covey.models.load import export_model, load_model
+from covey.tokenizer import read_tokenizer
 
 
 def run(
@@ -58,7 +59,7 @@ def run(
     if (described / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(described)
     has_tokenizer = (described / "tokenizer_config.json").exists()
-    tokenizer = AutoTokenizer.from_pretrained(described) if has_tokenizer else None
+    tokenizer = read_tokenizer(described) if has_tokenizer else None
     export_model(model, tokenizer, out, weights=weights, dtype=None if weights is None else written)
     return found | {"model": str(out)}
 
