@@ -34,8 +34,19 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "timing/all": Metric("s", "Wall time of the step, evaluation and checkpoint left out.", "max"),
+    "timing/cpu": Metric(
+        "s", "Processor time of the trainer's process in the step, its threads together; reward workers apart.", "max"
+    ),
+    "timing/data": Metric("s", "Getting the prompts.", "max"),
+    "timing/rollout_imbalance": Metric(
+        "share", "How much longer the slowest rank sampled than the mean, waiting left out; 0: perfect balance."
+    ),
+    "timing/rollout_slowest_rank": Metric("rank", "Which rank that was."),
     "timing/rollout": Metric("s", "Sampling the responses.", "max"),
-    "timing/rule_reward": Metric("s", "Scoring that the rollout did not hide.", "max"),
+    "timing/rule_reward": Metric(
+        "s", "From the first finished group until all are scored; runs beside the rollout.", "max"
+    ),
+    "timing/non_overlap_rule_reward": Metric("s", "Scoring that the rollout did not hide: its share of the step.", "max"),
     "timing/adv": Metric("s", "Advantages from rewards.", "max"),
     "timing/old_log_p": Metric(
         "s", "Log-probabilities of the policy that starts the update; 0 when not needed.", "max"
@@ -124,6 +135,15 @@ METRICS: dict[str, Metric] = {
     "memory/peak_bytes": Metric(
         "bytes", "Most memory in use in the step: the device's, or the process's on cpu.", "max"
     ),
+    "memory/start_bytes": Metric("bytes", "Memory in use when the step starts.", "max"),
+    "memory/rollout_bytes": Metric("bytes", "Most memory in use while sampling.", "max"),
+    "memory/scoring_bytes": Metric(
+        "bytes", "Most memory in use while log-probabilities of old policy, reference, teacher are computed.", "max"
+    ),
+    "memory/update_bytes": Metric("bytes", "Most memory in use in the update.", "max"),
+    "memory/limit_bytes": Metric(
+        "bytes", "Memory that the device has, or on cpu the host or its control group.", "max"
+    ),
     "eval/reward": Metric("reward", "Mean total reward on held-out rows."),
     "eval/pass@{k}": Metric("share", "Unbiased estimate that one of k responses reaches evaluation.pass_threshold."),
     "eval/{reward}_rewards/mean": Metric("score", "Mean score of one reward function on held-out rows."),
@@ -199,7 +219,6 @@ def mindspeed_metrics(values: Mapping[str, float], *, stage: str, longest: bool)
 _RATES = ("e2e_tps", "update_tps", "vllm_tps")
 # Seconds that the rollout did not hide: the only ones measured here. Upstream reports them beside the whole.
 _MINDSPEED_TIMINGS = {
-    "timing/rule_reward": "timing/non_overlap_rule_reward",
     "timing/reference_model": "timing/non_overlap_reference_model",
     "timing/adv": "timing/non_overlap_adv",
     "timing/sync": "timing/resharding_to_infer",

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,20 +24,24 @@ import yaml
 from covey import preflight
 from covey.algorithm.losses import find_loss
 from covey.checkpoint import Checkpoints, Keep
+from covey.checks.material import material_of_run
+from covey.checks.preflight import failures, log_warnings, preflight_findings
 from covey.config.load import LoadedConfig
 from covey.config.schema import Config
 from covey.credit import check_advantage
 from covey.data.dataset import PromptStream
+from covey.device import Device
 from covey.distributed import mesh as meshes
-from covey.distributed.collectives import any_true, max_dicts
+from covey.distributed.collectives import any_true, gather_objects, max_dicts
 from covey.evaluate import evaluate, passes
+from covey.findings import Finding
 from covey.learner import make_learner
 from covey.loggers import Logger, SilentLogger, open_loggers
 from covey.metrics import summarize
 from covey.rewards.scores import Scores
 from covey.rollout.dynamic import sample_groups
 from covey.rollout.records import Trained, write_records
-from covey.rollout.shared import gather_scores
+from covey.rollout.shared import SharedEngine, gather_scores
 from covey.setup import (
     Parts,
     Prompts,
@@ -96,6 +101,7 @@ class Run:
         preflight.check_pass_on(config.evaluation.pass_on, self.scorer, rows, config.reward.task_key)
         self.engine = make_engine(config, self.parts, self.prompts)
         self.learner = make_learner(config, self.parts, self.scorer)
+        self.findings = self._preflight()
         keep = Keep(last=config.checkpoint.keep_last, every=config.checkpoint.keep_every, best=config.checkpoint.best)
         self.checkpoints = Checkpoints(
             self.output / "checkpoints", self.mesh, keep=keep, background=config.checkpoint.background
@@ -115,6 +121,19 @@ class Run:
         self.logger: Logger = SilentLogger()
         if self.mesh.is_main:
             self._start_writing(loaded)
+
+    def _preflight(self) -> list[Finding]:
+        """Check what could go wrong before the first step; ValueError on every rank with all that would."""
+        findings: list[Finding] = []
+        if self.mesh.is_main:
+            findings = preflight_findings(
+                self.config, material_of_run(self.config, self.parts, self.prompts, self.scorer)
+            )
+        problem = gather_objects(failures(findings), self.mesh.world_group, what="outcome of preflight")[0]
+        if problem is not None:
+            raise ValueError(problem)
+        log_warnings(findings)
+        return findings
 
     def _start_writing(self, loaded: LoadedConfig[Config]) -> None:
         config = self.config
@@ -146,20 +165,22 @@ class Run:
 
     def step(self, step: int) -> dict[str, float]:
         """One rollout and its update; returns the step's metrics."""
-        config, algorithm, timer = self.config, self.config.algorithm, _Timer(self.parts.device.synchronize)
+        config, algorithm, timer = self.config, self.config.algorithm, _Timer(self.parts.device)
         groups, scores, rounds = sample_groups(lambda: self._rollout(step, timer), max_rounds=algorithm.max_rounds)
         batch, stats = self.learner.learn(groups, scores, timer)
         with timer("sync"):
             self.engine.load_weights(self.policy.weights(), version=self.policy.optimizer_steps)
         timings = max_dicts(timer.finish(), self.mesh.world_group, what="timings of the step")
+        if isinstance(self.engine, SharedEngine):
+            timings |= self.engine.balance()
         if config.logging.records and self.mesh.is_main:
             self._record(step, scores, batch)
         update = (
             stats.values
             | rounds
             | scores.summary()
+            | max_dicts(timer.memory(), self.mesh.world_group, what="memory of the step")
             | {
-                "memory/peak_bytes": self._peak_bytes(),
                 "reward/errors": float(scores.counts["errors"]),
                 "reward/timeouts": float(scores.counts["timeouts"]),
             }
@@ -190,11 +211,13 @@ class Run:
 
     def _rollout(self, step: int, timer: _Timer) -> tuple[list[Group], Scores]:
         """The next prompts, sampled and scored; the same on every rank."""
-        prompts = self.stream.next_batch()
+        with timer("data"):
+            prompts = self.stream.next_batch()
         with timer("rollout"):
             groups = self.engine.generate(prompts, sampling_of(self.config, step), on_group=self.scorer.submit)
-        with timer("rule_reward"):
+        with timer("non_overlap_rule_reward"):
             scores = gather_scores(self.scorer.collect(), self.mesh)
+        timer.add("rule_reward", self.scorer.seconds)
         if self.stream.curriculum is not None:
             self._record_pass_rates(groups, scores)
         return groups, scores
@@ -216,10 +239,6 @@ class Run:
             no_advantages = np.full(scores.total.shape, np.nan)
             write_records(self.output / "evaluations", step, groups, scores.total, scores.parts, no_advantages)
         return values
-
-    def _peak_bytes(self) -> float:
-        mine = {"peak": float(self.parts.device.peak_memory_bytes())}
-        return max_dicts(mine, self.mesh.world_group, what="memory of the step")["peak"]
 
     def save(self, metrics: dict[str, float] | None = None) -> None:
         """Write the checkpoint of the finished step; `metrics` are its values, for checkpoint.best."""
@@ -308,8 +327,10 @@ class Run:
             rewards=self.scorer.ready(),
             stop_tokens={i: self.parts.tokenizer.convert_ids_to_tokens(i) for i in stops},
         )
+        checks = [asdict(finding) for finding in self.findings]
         (self.output / "run.json").write_text(
-            json.dumps({"source": loaded.source, "started_at_step": self.done, **facts}, indent=2) + "\n",
+            json.dumps({"source": loaded.source, "started_at_step": self.done, **facts, "Preflight": checks}, indent=2)
+            + "\n",
             encoding="utf-8",
         )
         if not self.quiet:
@@ -319,23 +340,47 @@ class Run:
 
 
 class _Timer:
-    """Seconds of named parts of a step, device work included."""
+    """Seconds and most memory of named parts of a step, device work included."""
 
-    def __init__(self, synchronize: Any) -> None:
-        self._synchronize = synchronize
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        device.reset_peak_memory()
+        self._bytes: dict[str, int] = {"start": device.peak_memory_bytes()}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        self._device.reset_peak_memory()
         yield
-        self._synchronize()
+        self._device.synchronize()
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        self._bytes[name] = max(self._bytes.get(name, 0), self._device.peak_memory_bytes())
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere, and may run beside other parts."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def finish(self) -> dict[str, float]:
-        """All parts, and `all` since the timer was made."""
-        return self._seconds | {"all": time.perf_counter() - self._start}
+        """All parts, `all` since the timer was made, and `cpu`, the processor's seconds of this process in it."""
+        return self._seconds | {
+            "all": time.perf_counter() - self._start,
+            "cpu": time.process_time() - self._cpu_start,
+        }
+
+    def memory(self) -> dict[str, float]:
+        """Metrics `memory/*` of this rank."""
+        scoring = ("old_log_p", "reference_model", "teacher_model")
+        most = {
+            "peak": max(self._bytes.values()),
+            "start": self._bytes["start"],
+            "rollout": self._bytes.get("rollout", 0),
+            "scoring": max(self._bytes.get(name, 0) for name in scoring),
+            "update": self._bytes.get("update", 0),
+            "limit": self._device.memory_bytes()[1],
+        }
+        return {f"memory/{name}_bytes": float(amount) for name, amount in most.items()}
 
 
 @contextmanager

@@ -7,6 +7,7 @@ batch; that is a few bytes a token, against the gradient's many.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ class SharedEngine:
         self._engine = engine
         self._mesh = mesh
         self._gathered = gathered
+        self._seconds = [0.0]
 
     def generate(
         self, prompts: list[Prompt], sampling: Sampling, *, on_group: Callable[[int, Group], None] | None = None
@@ -40,11 +42,21 @@ class SharedEngine:
         """
         mine = prompts[part(len(prompts), self._mesh.data_rank, self._mesh.num_data)]
         with self._gathered():
+            start = time.perf_counter()  # weights are here, nobody waits for anybody
             groups = self._engine.generate(mine, sampling, on_group=on_group if self._mesh.tp_rank == 0 else None)
+            seconds = time.perf_counter() - start
         responses = [group.responses for group in groups] if self._mesh.tp_rank == 0 else None
-        parts = gather_objects(responses, self._mesh.world_group, what="responses of the rollout")
-        whole: list[list[Response]] = [r for of_rank in parts if of_rank is not None for r in of_rank]
+        parts = gather_objects((seconds, responses), self._mesh.world_group, what="responses of the rollout")
+        self._seconds = [seconds for seconds, _ in parts]
+        whole: list[list[Response]] = [r for _, of_rank in parts if of_rank is not None for r in of_rank]
         return [Group(prompt, responses) for prompt, responses in zip(prompts, whole, strict=True)]
+
+    def balance(self) -> dict[str, float]:
+        """How far the slowest rank of the last rollout was behind the mean, as a share, and which it was."""
+        slowest = max(self._seconds)
+        mean = sum(self._seconds) / len(self._seconds)
+        rank = float(self._seconds.index(slowest))
+        return {"rollout_imbalance": slowest / mean - 1.0 if mean else 0.0, "rollout_slowest_rank": rank}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Hand over the policy's weights; gathering sharded ones needs all ranks."""
