@@ -246,8 +246,47 @@ def test_parallel_sizes_are_checked_against_the_processes(
     parallel = report.loaded.config.parallel
     assert (parallel.tp, parallel.sequence_parallel) == (tp, tp > 1)
     assert parallel.cp == sizes.get("context_parallel_size", 1)
+    assert parallel.pp == (sizes.get("pipeline_model_parallel_size", 1) if world > 1 else 1)
     ring = {**sizes, "context_parallel_algo": "megatron_cp_algo"}  # not available: those ranks train on other rows
     assert load_any(_write(tmp_path, parallel_config=ring)).config.parallel.cp == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "chunks", "layers"),
+    [
+        ({"num_layer_list": "7,9,8,4"}, 1, [7, 9, 8, 4]),
+        ({"num_layers": 32, "num_layers_per_virtual_pipeline_stage": 2}, 4, None),
+        # 28 layers and 4 empty ones, numbers 3, 9, 16 and 31, in 4 stages of 8
+        ({"num_layers": 32, "noop_layers": "3,9,16,31"}, 1, [7, 7, 7, 7]),
+        ({"num_layers": 32, "noop_layers": "0,31", "num_layers_per_virtual_pipeline_stage": 4}, 2, [3, *[4] * 6, 3]),
+    ],
+)
+def test_layers_of_stages_and_virtual_stages_are_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], chunks: int, layers: list[int] | None
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    sizes = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}
+    loaded = load_any(_write(tmp_path, parallel_config=sizes, megatron_training=keys))
+    parallel = loaded.config.parallel
+    assert (parallel.pp, parallel.pp_chunks, parallel.pp_layers) == (4, chunks, layers)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"num_layer_list": "7,9,8"}, "3 numbers for 4 stages"),
+        ({"num_layers": 30, "num_layers_per_virtual_pipeline_stage": 2}, "30 is not a multiple of pipeline 4 x 2"),
+        ({"noop_layers": "3"}, "num_layers is not given"),
+    ],
+)
+def test_stages_that_cannot_be_placed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    sizes = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}
+    report = check_file(_write(tmp_path, parallel_config=sizes, megatron_training=keys))
+    assert report.verdict == "cannot"
+    assert words in report.sentence
 
 
 def test_upstreams_verifiers_are_registered_rewards() -> None:

@@ -123,16 +123,73 @@ def _placed(axis: str, size: int, run: Conversion) -> Finding:
         run.set("parallel.tp", size)
         return Finding("honoured", "parallel.tp")
     if axis == "data":
-        return Finding("mapped", "the ranks that tensor and context parallelism leave train on different micro-batches")
+        return Finding("mapped", "the ranks that the other axes leave train on different micro-batches")
     if size == 1:
         return Finding("honoured", "not split")
+    if axis == "pipeline":
+        return _pipeline(size, run)
     if axis == "context" and _is_ulysses(run):
         run.set("parallel.cp", size)
         return Finding("honoured", "parallel.cp")
-    unit = "sequences are not split" if axis == "context" else "layers are not split by depth"
     return Finding(
-        "mapped", f"{unit}; these ranks share the weights' pieces and train on other micro-batches: the same numbers"
+        "mapped",
+        "sequences are not split; these ranks share the weights' pieces and train on other micro-batches: the same "
+        "numbers",
     )
+
+
+def _pipeline(size: int, run: Conversion) -> Finding:
+    """Stages, pieces of layers on each (virtual stages), and layers of each piece.
+
+    `num_layer_list` names the layers of each stage; `num_layers_per_virtual_pipeline_stage` cuts the stages' layers
+    into pieces; `noop_layers` numbers layers, counted by `num_layers`, that upstream puts in to make the pieces even.
+    """
+    keys = ("num_layers", "num_layer_list", "num_layers_per_virtual_pipeline_stage", "noop_layers")
+    num_layers, listed, per_piece, noops = (run.get("megatron_training", key) for key in keys)
+    num_layers = num_layers or (run.checkpoint or {}).get("num_hidden_layers")
+    run.set("parallel.pp", size)
+    if listed:
+        layers = _integers(listed)
+        if len(layers) != size or per_piece or noops:
+            return Finding(
+                "not supported",
+                f"num_layer_list gives {len(layers)} numbers for {size} stages, and goes without virtual stages and "
+                "noop_layers; for pieces of other sizes --set parallel.pp_chunks and parallel.pp_layers",
+                blocking=True,
+            )
+        run.set("parallel.pp_layers", layers)
+        return Finding("honoured", "parallel.pp, parallel.pp_layers")
+    if not (per_piece or noops):
+        return Finding("honoured", "parallel.pp")
+    if num_layers is None:
+        return Finding(
+            "not supported",
+            "num_layers is not given and the checkpoint is not on this disk, so virtual stages and noop_layers cannot "
+            "be placed: give num_layers, or --set parallel.pp_chunks and parallel.pp_layers",
+            blocking=True,
+        )
+    total = int(number(num_layers))
+    in_piece = int(number(per_piece)) if per_piece else max(1, total // size)
+    if total % (size * in_piece):
+        return Finding(
+            "not supported",
+            f"num_layers {total} is not a multiple of pipeline {size} x {in_piece} layers of a virtual stage; "
+            "change one of them",
+            blocking=True,
+        )
+    pieces = total // in_piece
+    run.set("parallel.pp_chunks", pieces // size)
+    if not noops:
+        return Finding("honoured", "parallel.pp, parallel.pp_chunks")
+    placed = [index // in_piece for index in _integers(noops)]
+    run.set("parallel.pp_layers", [in_piece - placed.count(piece) for piece in range(pieces)])
+    return Finding("honoured", "parallel.pp, parallel.pp_chunks; parallel.pp_layers leaves the empty layers out")
+
+
+def _integers(value: Any) -> list[int]:
+    """`"7,7,8"`, `[7, 7, 8]` or `7`."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return [int(number(part)) for part in parts]
 
 
 def _is_ulysses(run: Conversion) -> bool:
