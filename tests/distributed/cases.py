@@ -79,14 +79,15 @@ class Recorder:
         self.norm = 0.0
 
     def step(self, lr: float) -> float:
-        for name, parameter in self.policy.model.named_parameters():
+        trained = {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
+        for name, parameter in trained.items():
             assert parameter.grad is not None, name
             self.gradients[name] = parameter.grad
         if self.policy.mesh.world > 1:  # sums what tensor-parallel ranks hold shares of
-            parameters = list(self.policy.model.parameters())
+            parameters = list(trained.values())
             norm = self.policy.parallel.gradient_norm(parameters)
             self.norm = float(norm([local_tensor(p.grad) for p in parameters if p.grad is not None]))
-        for name, parameter in self.policy.model.named_parameters():
+        for name, parameter in trained.items():
             self.gradients[name] = self.policy.parallel.whole(name, self.gradients[name]).clone()
             parameter.grad = None
         return 1.0

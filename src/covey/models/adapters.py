@@ -249,17 +249,16 @@ def _random_weights(model: Any, seed: int) -> dict[str, Tensor]:
     for name, shape in _adapter_shapes(model).items():
         weights[name] = torch.zeros(shape)
         if ".lora_A." in name:
-            nn.init.kaiming_uniform_(weights[name], a=math.sqrt(5), generator=generator)
+            nn.init.kaiming_uniform_(weights[name], math.sqrt(5), generator=generator)
     return weights
 
 
 def _stored_config(path: str, given: Mapping[str, Any], base: str) -> Any:
     """The description of the adapter at `path`; ValueError when it is of another kind or not as `given`."""
-    peft = _peft()
     if (Path(path).exists() or path.startswith((".", "/", "~"))) and not is_adapter_directory(path):
         raise ValueError(f"lora.path: {path!r} has no {_CONFIG}: it is not a directory that peft wrote")
     try:
-        config = peft.PeftConfig.from_pretrained(path)
+        config = _peft().PeftConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"lora.path: cannot read the adapter {path!r}: {error}") from error
     other = [f"{k}={getattr(config, k)!r}" for k, v in _ONLY.items() if (getattr(config, k, v) or v) != v]
