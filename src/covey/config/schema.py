@@ -313,6 +313,13 @@ class LoggingConfig(Section):
         return self
 
 
+class PreflightConfig(Section):
+    """Checks before the first step: docs/replay.md lists them."""
+
+    skip: dict[str, str] = Field(default_factory=dict)
+    """Checks to leave out, each with the reason: {turn_end: "the template's last token is not used"}."""
+
+
 class SftConfig(Section):
     """Demonstrations of a cold start."""
 
@@ -350,6 +357,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    preflight: PreflightConfig = Field(default_factory=PreflightConfig)
     output_dir: str
     """Directory of the run: metrics, records, checkpoints, final model."""
     seed: NonNegativeInt = 1234
