@@ -42,9 +42,9 @@ class Sharding:
 
         reshard_after_forward: free a layer after its forward and gather it again for backward; False keeps it, which
         saves a third of the communication and costs the gathered weights. reduce_every_micro_batch: keep only this
-        rank's piece of the gradient between micro-batches; copies (dp_replicate) still add up once. sum_in_place: whether the
-        reduction can sum (torch >= 2.8); otherwise it averages and `loss_scale` makes up for it. None: what this torch
-        can.
+        rank's piece of the gradient between micro-batches; copies (dp_replicate) still add up once. sum_in_place:
+        whether the reduction can sum (torch >= 2.8); otherwise it averages and `loss_scale` makes up for it. None: what
+        this torch can.
         """
         device_mesh = mesh.device_mesh["dp_replicate", "fsdp"] if mesh.dp_replicate > 1 else mesh.device_mesh["fsdp"]
         precision = MixedPrecisionPolicy(
