@@ -155,3 +155,68 @@ def test_steps_of_pipelines_with_sharded_or_cut_stages() -> None:
     sharded = ({"pp": 2, "dp_shard": 2}, {})
     cut = ({"pp": 2, "tp": 2}, {"pp_chunks": 2, "sequence_parallel": True})
     _check_training(4, [("qwen2", sharded), ("qwen3", cut)])
+
+
+def _other_passes(layout: Layout) -> list[dict[str, Any]]:
+    """Demonstrations; then an update with recomputed activations and only the tokens of highest entropy."""
+    sizes, options = layout
+    m = meshes.start(communication="gloo", device=cases.CPU, **sizes)
+    network = cases.model("qwen2", num_layers=NUM_LAYERS)
+    network.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = cases.policy_of(network, m, **options)
+    recorder = cases.Recorder(policy)
+    step = cases.batch()
+    found = policy.imitate(step.groups, optimizer=recorder, lr=1e-3)
+    demonstrations = {"gradients": recorder.gradients, "stats": found}
+    update = cases.measure(policy, {"loss": "grpo", "top_entropy_share": 0.5})
+    meshes.stop()
+    return [demonstrations, update]
+
+
+def test_demonstrations_recomputed_activations_and_chosen_tokens_are_those_of_one_process() -> None:
+    (expected,) = run(1, _other_passes, ({}, {}))
+    ranks = run(2, _other_passes, INTERLEAVED)
+    for i, one in enumerate(expected):
+        together = ranks[0][i]["gradients"] | ranks[1][i]["gradients"]
+        assert cases.relative(together, one["gradients"]) < 1e-5
+        for rank in ranks:
+            for name, value in one["stats"].items():
+                assert rank[i]["stats"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def _bf16(sizes: dict[str, Any]) -> dict[str, Any]:
+    m = meshes.start(communication="gloo", device=cases.CPU, **sizes)
+    policy = cases.policy_of(cases.model("qwen2", num_layers=NUM_LAYERS), m, compute_dtype=torch.bfloat16)
+    held = {p.dtype for p in policy.model.parameters()}
+    with policy.gathered():
+        gathered = {p.dtype for p in policy.model.parameters()}
+        num_gathered = sum(p.numel() for p in policy.model.parameters())
+    step, recorder = cases.batch(), cases.Recorder(policy)
+    step.old_logprobs = None  # ratios of 1: rounding must not decide which tokens are clipped
+    policy.update(step, AlgorithmConfig(), optimizer=recorder, lr=lambda i: 1e-3, max_response_length=32)
+    meshes.stop()
+    return {"held": held, "gathered": gathered, "size": num_gathered, "gradients": recorder.gradients}
+
+
+def test_bf16_stages_keep_fp32_masters_and_gradients() -> None:
+    ranks = run(2, _bf16, {"pp": 2})
+    whole = sum(p.numel() for p in cases.model("qwen2", num_layers=NUM_LAYERS).parameters())
+    for rank in ranks:
+        assert (rank["held"], rank["gathered"], rank["size"]) == ({torch.float32}, {torch.bfloat16}, whole)
+        assert {g.dtype for g in rank["gradients"].values()} == {torch.float32}
+    (data_parallel, _) = run(2, _bf16, {})
+    together = ranks[0]["gradients"] | ranks[1]["gradients"]
+    assert cases.relative(together, data_parallel["gradients"]) < 0.05
+
+
+def _refused(sizes: dict[str, Any], options: dict[str, Any]) -> str:
+    m = meshes.start(communication="gloo", device=cases.CPU, **sizes)
+    with pytest.raises(ValueError) as caught:
+        cases.policy_of(cases.model("llama"), m, **options)
+    return str(caught.value)
+
+
+def test_more_pieces_than_layers_are_refused_with_the_numbers() -> None:
+    for message in run(2, _refused, {"pp": 2}, {"pp_chunks": 2}):
+        assert "pp=2 x pp_chunks=2 = 4 pieces" in message
+        assert "2 layers" in message

@@ -35,7 +35,7 @@ def _train(material: Path, output: Path, changes: dict[str, Any], resume: bool |
         "model": {"path": str(material / "model")},
         "data": {"train": str(material / "train.jsonl"), "eval": str(material / "eval.jsonl"), "eval_rows": 4},
         "rollout": {"num_samples": 3, "max_response_length": 8},
-        "reward": {"functions": [{"name": "covey.rewards.rules:format_reward"}, {"name": "math"}]},
+        "reward": {"functions": [{"name": "covey.rewards.rules:format_reward"}, {"name": "math"}], "timeout_s": 100.0},
         "algorithm": {"kl_coef": 0.01, "epochs": 2, "mini_batch_size": 3, "advantage": "group_center"},
         "train": {"steps": 2, "batch_size": 6, "lr": 1e-4, "eps": 1e-4, "max_tokens_per_micro_batch": 120},
         "evaluation": {"every": 2},
@@ -79,7 +79,14 @@ def cut(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize("layout", ["together", "cut"])
+@pytest.fixture(scope="module")
+def staged(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("staged") / "run"
+    run(2, _train, material, output, {"parallel": {"pp": 2}})
+    return output
+
+
+@pytest.mark.parametrize("layout", ["together", "cut", "staged"])
 def test_several_ranks_end_in_the_weights_of_one(alone: Path, layout: str, request: pytest.FixtureRequest) -> None:
     expected, output = _weights(alone), request.getfixturevalue(layout)
     assert any(line.get("actor/grad_norm", 0.0) > 0.01 for line in _metrics(alone))
@@ -117,6 +124,9 @@ def test_the_same_world_resumes_bit_for_bit(material: Path, together: Path, tmp_
         ("alone", 2, {"cp": 2}),
         ("cut", 1, {}),
         ("cut", 3, {}),
+        ("staged", 1, {}),
+        ("alone", 2, {"pp": 2}),
+        ("staged", 4, {"pp": 2, "tp": 2}),
     ],
 )
 def test_another_layout_resumes_to_the_same_weights(
@@ -127,13 +137,17 @@ def test_another_layout_resumes_to_the_same_weights(
     assert cases.relative(_weights(tmp_path / "run"), _weights(start)) < 1e-5
 
 
-def test_export_of_a_sharded_checkpoint_is_the_model_of_the_run(together: Path, tmp_path: Path) -> None:
-    summary = export.run(together, tmp_path / "model")
+@pytest.mark.parametrize("layout", ["together", "staged"])
+def test_export_of_a_checkpoint_in_pieces_is_the_model_of_the_run(
+    layout: str, alone: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    output = request.getfixturevalue(layout)
+    summary = export.run(output, tmp_path / "model")
     assert summary["checkpoint"].endswith("step-000002")
-    found, expected = load_file(tmp_path / "model" / "model.safetensors"), _weights(together)
-    assert found.keys() == expected.keys()
+    found, expected = load_file(tmp_path / "model" / "model.safetensors"), _weights(output)
+    assert found.keys() == expected.keys() == _weights(alone).keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    a, b = (AutoModelForCausalLM.from_pretrained(p) for p in (tmp_path / "model", together / "model"))
+    a, b = (AutoModelForCausalLM.from_pretrained(p) for p in (tmp_path / "model", output / "model"))
     ids = torch.arange(1, 9)[None]
     assert torch.equal(a(ids).logits, b(ids).logits)
 
@@ -156,6 +170,19 @@ def test_a_damaged_checkpoint_falls_back_on_all_ranks(
     run(2, _train, material, output, {}, True)
     expected, found = _weights(together), _weights(output)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_pipeline_resumes_bit_for_bit_and_says_what_each_stage_holds(
+    material: Path, staged: Path, tmp_path: Path
+) -> None:
+    _resume(material, staged, tmp_path / "run", 2, {"pp": 2})
+    expected, found = _weights(staged), _weights(tmp_path / "run")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert _metrics(tmp_path / "run") == _metrics(staged)
+    facts = json.loads((staged / "run.json").read_text())
+    assert facts["Device"]["processes"] == "pp 2 = 2"
+    assert facts["Device"]["stage 0"] == "embedding, layers 0-0"
+    assert facts["Device"]["stage 1"] == "layers 1-1, norm and head"
 
 
 def _refused(material: Path, output: Path) -> str:
