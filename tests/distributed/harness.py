@@ -19,7 +19,7 @@ import torch
 
 _TIMEOUT_S = 120.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "transformers", "covey.trainer"])
+_context.set_forkserver_preload(["torch", "transformers", "covey.trainer", "peft"])
 
 
 def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
