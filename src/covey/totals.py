@@ -29,10 +29,12 @@ class UpdateTotals:
             self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def add_gap(self, gap: Tensor) -> None:
-        """Add training - rollout log-probabilities (n,) of a micro-batch."""
+        """Add training - rollout log-probabilities (n,) of a micro-batch; those that are not finite are left out."""
+        known = gap.isfinite()
+        gap = torch.where(known, gap, 0.0)
         size = gap.abs()
         self.add_tokens(
-            gap_tokens=torch.ones_like(gap),
+            gap_tokens=known,
             gap=size,
             gap_large=size > 0.1,
             gap_k3=torch.expm1(gap.clamp(-20, 20)) - gap,
@@ -70,10 +72,10 @@ class UpdateTotals:
             "actor/pg_clipfrac": sums["clipped"] / num_tokens,
             "actor/ppo_kl": sums["ppo_kl"] / num_tokens,
             "actor/nonfinite_tokens": sums["nonfinite"],
-            "rollout/logprob_gap_mean": sums["gap"] / sums["gap_tokens"],
+            "rollout/logprob_gap_mean": sums["gap"] / max(1.0, sums["gap_tokens"]),
             "rollout/logprob_gap_max": gap_max,
-            "rollout/logprob_gap_share": sums["gap_large"] / sums["gap_tokens"],
-            "rollout/mismatch_k3": sums["gap_k3"] / sums["gap_tokens"],
+            "rollout/logprob_gap_share": sums["gap_large"] / max(1.0, sums["gap_tokens"]),
+            "rollout/mismatch_k3": sums["gap_k3"] / max(1.0, sums["gap_tokens"]),
         }
         if len(packed) > 1:
             values["update/token_imbalance"] = max(packed) * len(packed) / sum(packed) - 1.0
