@@ -16,6 +16,7 @@ import typer
 
 from covey.commands.config import config_app
 from covey.commands.data import data_app, reward_app
+from covey.commands.doctor import doctor
 from covey.commands.options import ConfigDirs, File, Json, Overrides, load, print_json, report
 from covey.commands.replay import replay
 
@@ -37,6 +38,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
 app.command()(replay)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -26,6 +26,10 @@ DEVICE_FILES = {
     "device.py",
     "models/kernels.py",
     "models/ascend.py",  # torch_npu's kernels, apart from the rest because it imports torch_npu
+    # What a host of one device must have: drivers, files, variables. They import no device.
+    "tools/doctor/ascend.py",
+    "tools/doctor/ascend_settings.py",
+    "tools/doctor/nvidia.py",
 }
 DEVICE_WORD = re.compile(r"\b(cuda|npu|torch_npu|hccl|nccl)\b")
 
@@ -93,7 +97,7 @@ def test_unit_tests_mirror_the_source():
     for path in sorted((ROOT / "tests" / "unit").rglob("test_*.py")):
         if path.relative_to(ROOT / "tests" / "unit").as_posix() in ACROSS_FILES:
             continue
-        package = path.parent.name if path.parent.name != "core" else ""
+        package = path.parent.relative_to(ROOT / "tests" / "unit").as_posix().removeprefix("core")
         words = path.stem.split("_")[1:]  # `test_sandbox_attacks` belongs to `sandbox`
         names = ["_".join(words[:end]) for end in range(1, len(words) + 1)]
         if not any((SOURCE / package / f"{name}.py").exists() for name in names):
