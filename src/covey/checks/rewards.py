@@ -29,6 +29,8 @@ def check_rewards(material: Material) -> Finding:
     asked = sorted({entry.name for entry in reward_entries(material.config)} & set(_BY_MODELS))
     if asked:
         return Finding("rewards", "skipped", f"{', '.join(asked)} asks a model", _EXPECTED, _WHY, "")
+    if not reward_entries(material.config):
+        return Finding("rewards", "skipped", "no reward function: a teacher alone", _EXPECTED, _WHY, "")
     sample = material.sample()
     try:
         scores = _try(material, sample)
@@ -75,7 +77,8 @@ def _problem(scores: Scores, evidence: dict, *, normalised: bool) -> tuple[str, 
         return "more than half is unscored", "a function that returns None has no opinion: is it meant for these rows?"
     if len(evidence["constant"]) == len(scores.parts):
         return "every reward is constant", "try a model's own responses with `covey reward try --responses`"
-    if evidence["reference_mean"] < evidence["empty_mean"]:
+    reference, empty = evidence["reference_mean"], evidence["empty_mean"]
+    if reference is not None and empty is not None and reference < empty:
         return "an empty text scores higher than the reference", "check the reward's sign and weights"
     return "", ""
 

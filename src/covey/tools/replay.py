@@ -105,6 +105,7 @@ def replay(
     profile, why = _profile(target.trained, parts)
     scorer = make_scorer(config, parts) if rollout else _silent_scorer(config)
     with closing(scorer):
+        scorer.ready()  # loading a function must not count against its time limit
         result = _replay(_Run(run, config, step, lines), target, parts, scorer, profile, rollout=rollout, update=update)
     return result | {"why": why}
 

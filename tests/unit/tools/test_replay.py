@@ -51,7 +51,10 @@ def _train(material: Path, output: Path, changes: dict[str, Any]) -> None:
         "model": {"path": str(material / "model")},
         "data": {"train": str(material / "train.jsonl")},
         "rollout": {"num_samples": 4, "max_response_length": 12},
-        "reward": {"functions": [{"name": "covey.rewards.rules:format_reward"}, {"name": "math", "weight": 0.5}]},
+        "reward": {
+            "functions": [{"name": "covey.rewards.rules:format_reward"}, {"name": "math", "weight": 0.5}],
+            "timeout_s": 300,  # a time limit that a busy machine reaches would be a difference
+        },
         "train": {"steps": STEPS, "batch_size": 6, "lr": 1e-3, "schedule": "linear"},
         "output_dir": str(output),
         "device": "cpu",
