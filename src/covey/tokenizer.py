@@ -35,8 +35,8 @@ PROBES = (
 def read_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or hub id as transformers chooses it; where that differs, as tokenizer.json says.
 
-    A difference is logged; ValueError when the plain reading differs from the file too. Without a tokenizer.json there is
-    nothing to compare. Raises what transformers raises (OSError, ValueError) when there is no tokenizer.
+    A difference is logged; ValueError when the plain reading differs from the file too. Without a tokenizer.json there
+    is nothing to compare. Raises what transformers raises (OSError, ValueError) when there is no tokenizer.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds; not every process needs them
 
@@ -55,8 +55,8 @@ def read_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             "the transformers that is installed, from the program that made it, and check it there"
         )
     log.warning(
-        "%s: transformers reads this tokenizer as %s, which tokenises otherwise than its tokenizer.json: %s. Covey goes "
-        "by tokenizer.json; programs that use AutoTokenizer, vLLM for example, may not",
+        "%s: transformers reads this tokenizer as %s, which tokenises otherwise than its tokenizer.json: %s. "
+        "Covey goes by tokenizer.json; programs that use AutoTokenizer, vLLM for example, may not",
         path,
         type(tokenizer).__name__,
         difference,

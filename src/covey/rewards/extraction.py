@@ -66,6 +66,16 @@ def last_boxed(text: str) -> str | None:
     return ", ".join(answers) if answers else None
 
 
+def braces_pair_up(text: str) -> bool:
+    r"""Whether every brace of `text` has its partner: not in `\boxed{18}}}`. `\{` and `\}` are literal braces."""
+    depth = 0
+    for brace in re.findall(r"\\.|([{}])", text, re.DOTALL):
+        depth += (brace == "{") - (brace == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
 def _closing_brace(text: str, start: int) -> int | None:
     """Index of the brace that closes the one at `start`; `\\{` and `\\}` are literal braces."""
     depth = 0

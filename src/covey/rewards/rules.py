@@ -1,7 +1,7 @@
 r"""Rewards that look at the form of a response: its tags, its length, its repetitions.
 
 The expected form is `<think>reasoning</think><answer>answer</answer>`: each tag exactly once, in this order, closed,
-and nothing but white space around and between the two blocks.
+and nothing but white space around and between the two blocks. Where the answer has a box, its braces must pair up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from covey.algorithm.shaping import overlong_penalty
 from covey.rewards.base import Score, read_options
+from covey.rewards.extraction import braces_pair_up
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _FORM = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
@@ -84,4 +85,6 @@ def parse_tags(text: str, *, think_opened: bool = False) -> Tagged | None:
     if any(text.count(tag) != 1 for tag in TAGS):
         return None
     match = _FORM.fullmatch(text)
-    return Tagged(match[1].strip(), match[2].strip()) if match else None
+    if match is None or ("\\boxed" in match[2] and not braces_pair_up(match[2])):
+        return None
+    return Tagged(match[1].strip(), match[2].strip())

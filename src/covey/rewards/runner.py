@@ -9,6 +9,7 @@ may deserve. A None of a function is different: the function does not apply, and
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ class Scorer:
         self._pending: dict[int, tuple[Group, str, tuple[int, ...], list[_Call]]] = {}
         self._local_calls: dict[int, list[tuple[_Call, list[str], list[dict[str, Any]]]]] = {}
         self._logged: set[tuple[str, str]] = set()
+        self._began = 0.0
+        self.seconds = 0.0  # from the first submit until everything of the last collect was scored
 
     def ready(self) -> list[dict[str, str]]:
         """Wait until every function is loaded; one row per function for the start-up table.
@@ -109,6 +112,8 @@ class Scorer:
         """Start scoring `group`, which becomes row `index` of the next collect()."""
         if index in self._pending:
             raise ValueError(f"group {index} was already submitted")
+        if not self._pending:
+            self._began = time.perf_counter()
         task, indices = self.router.route(group.prompt.row)
         calls = [self._begin(i, group) for i in indices]
         self._pending[index] = (group, task, indices, calls)
@@ -125,6 +130,7 @@ class Scorer:
             scores.tasks.append(task)
             scores.add_group(row, [self._specs[i] for i in indices], outcomes, len(group.responses))
         self.cache.flush()
+        self.seconds = time.perf_counter() - self._began if pending else 0.0
         return scores
 
     def normalize(self, scores: Scores) -> np.ndarray:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from covey.algorithm.advantages import ADVANTAGES, gdpo, groups_to_keep, pass_at_k
+from covey.algorithm.advantages import ADVANTAGES, find_advantage, gdpo, groups_to_keep, pass_at_k
 
 NAN = float("nan")
 # TRL 1.16, G = 4, two reward functions with weights 1 and 0.5.
@@ -132,3 +132,40 @@ def test_pass_at_k_with_one_right_answer_rewards_it_more_than_pass_at_1() -> Non
 def test_groups_to_keep_are_those_with_two_different_scores() -> None:
     rewards = np.array([[1, 1, 1], [0, 1, 1], [NAN, 1, 1], [NAN, 0, 1], [NAN, NAN, 1], [NAN, NAN, NAN]])
     assert groups_to_keep(rewards).tolist() == [False, True, False, True, False, False]
+
+
+def rank(rewards: np.ndarray, *, eps: float) -> np.ndarray:
+    """A user's advantage: the place in the group, worst first; does not look after unscored ones."""
+    del eps
+    return rewards.argsort(axis=1).argsort(axis=1).astype(float)
+
+
+def too_few(rewards: np.ndarray, *, eps: float) -> np.ndarray:
+    return rewards[:, :1] * eps
+
+
+def divides(rewards: np.ndarray, *, eps: float) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return rewards / (rewards - rewards)
+
+
+def overwrites(rewards: np.ndarray, *, eps: float) -> np.ndarray:
+    rewards[:] = 0.0
+    return rewards
+
+
+def test_a_users_function_is_found_and_unscored_responses_get_0() -> None:
+    rewards = np.array([[3.0, 1.0, 2.0], [NAN, 5.0, 4.0]])
+    found = find_advantage(f"{__name__}:rank")(rewards, eps=1e-6)
+    assert found.tolist() == [[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    assert find_advantage("rloo") is ADVANTAGES["rloo"]
+
+
+def test_what_a_users_function_returns_is_checked() -> None:
+    rewards = np.array([[3.0, 1.0], [2.0, 4.0]])
+    with pytest.raises(ValueError, match=r"too_few' returned shape \(2, 1\) for rewards \(2, 2\)"):
+        find_advantage(f"{__name__}:too_few")(rewards, eps=1e-6)
+    with pytest.raises(ValueError, match=r"divides' returned inf for reward 3.0 of prompt 0, response 0"):
+        find_advantage(f"{__name__}:divides")(rewards, eps=1e-6)
+    find_advantage(f"{__name__}:overwrites")(rewards, eps=1e-6)
+    assert rewards.tolist() == [[3.0, 1.0], [2.0, 4.0]]

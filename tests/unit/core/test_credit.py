@@ -10,7 +10,7 @@ import torch
 
 from covey.algorithm.advantages import ADVANTAGES, gdpo, pass_at_k
 from covey.config.schema import AlgorithmConfig
-from covey.credit import ADVANTAGE_NAMES, advantages_of
+from covey.credit import ADVANTAGE_NAMES, advantages_of, check_advantage
 from covey.types import Group, Prompt, Response, StepBatch
 
 LENGTHS = [[2, 4, 3], [1, 1, 4]]
@@ -70,3 +70,18 @@ def test_gdpo_takes_the_overlong_penalty_as_one_more_function() -> None:
 @pytest.mark.parametrize("name", ADVANTAGE_NAMES)
 def test_every_name_gives_zero_where_nothing_was_scored(name: str) -> None:
     assert compute(advantage=name)[1, 2] == 0.0
+
+
+def test_a_users_advantage_gets_the_shaped_rewards() -> None:
+    got = compute(advantage="covey.algorithm.advantages:group_center", overlong_buffer=2, overlong_penalty=0.3)
+    assert np.array_equal(got, compute(advantage="group_center", overlong_buffer=2, overlong_penalty=0.3))
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+def test_every_name_passes_the_check_at_start(name: str) -> None:
+    check_advantage(name)
+
+
+def test_an_unknown_advantage_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="algorithm.advantage: 'gpdo' is unknown, did you mean 'gdpo'"):
+        check_advantage("gpdo")

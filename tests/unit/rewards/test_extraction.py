@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.rewards.extraction import extract_answer, extract_reference, last_boxed
+from covey.rewards.extraction import braces_pair_up, extract_answer, extract_reference, last_boxed
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,20 @@ def test_reference_may_be_tagged_or_bare() -> None:
 def test_literal_braces_do_not_end_a_box() -> None:
     assert last_boxed(r"\boxed{a \} b}") == r"a \} b"
     assert last_boxed("\\boxed{") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [
+        ("", True),
+        (r"\boxed{18}", True),
+        (r"\boxed{18}}}", False),
+        (r"\boxed{18", False),
+        ("}{", False),
+        (r"\{ {1} \}", True),
+        (r"\\{1}", True),  # a line break, then a group
+        ("{{a}\n{b}}", True),
+    ],
+)
+def test_braces_pair_up(text: str, pair: bool) -> None:
+    assert braces_pair_up(text) is pair

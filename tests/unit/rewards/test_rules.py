@@ -14,6 +14,12 @@ from covey.rewards.rules import (
 )
 
 GOOD = "<think>1+1 is 2</think><answer>\\boxed{2}</answer>"
+BRACES = [  # that pair up, are literal, or have no box around them
+    GOOD.replace("{2}", "{\\frac{1}{2}}"),
+    GOOD.replace("{2}", "{\\{1, 2\\}, x \\le \\}}"),
+    GOOD.replace("is 2", "is {{2"),
+    "<think>a program</think><answer>print('{')</answer>",
+]
 
 
 def score(text: str, **options: object) -> float:
@@ -22,7 +28,7 @@ def score(text: str, **options: object) -> float:
     return value
 
 
-@pytest.mark.parametrize("text", [GOOD, f"\n {GOOD}\n", "<think>\na\nb</think>\n\n<answer>c\n</answer>"])
+@pytest.mark.parametrize("text", [GOOD, f"\n {GOOD}\n", "<think>\na\nb</think>\n\n<answer>c\n</answer>", *BRACES])
 def test_expected_form_scores_one(text: str) -> None:
     assert score(text) == 1.0
 
@@ -42,6 +48,9 @@ def test_expected_form_scores_one(text: str) -> None:
         GOOD + " Done.",  # text after
         "<think>a</think> hence <answer>2</answer>",  # text between
         GOOD.replace("<think>", "<Think>"),
+        GOOD.replace("{2}", "{2}}}"),  # braces left over
+        GOOD.replace("{2}", "{2"),
+        GOOD.replace("{2}", "{2}}{"),
     ],
 )
 def test_any_other_form_scores_zero(text: str) -> None:
