@@ -85,10 +85,7 @@ def measure(directory: Path, rows: Path, tokenizer: Path, workers: int) -> dict[
         "map_keys: {prompt: problem, response: answer}\noverwrite_cache: true\n"
     )
     started = time.monotonic()
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    run = subprocess.run(
-        [sys.executable, __file__, "--one", str(settings)], env=environment, check=True, capture_output=True, text=True
-    )
+    run = subprocess.run([sys.executable, __file__, "--one", str(settings)], check=True, capture_output=True, text=True)
     return {
         "workers": workers,
         "total_s": round(time.monotonic() - started, 1),
@@ -116,6 +113,7 @@ def one(settings: str) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.tokenizer_name_or_path)
     sample = load_rows(str(config.input), limit=2000).table
     texts = [sample["problem"].to_pylist(), sample["answer"].to_pylist()]
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     bare = _cpu_s()
     for column in texts:
         encode_texts(tokenizer, column)
@@ -123,7 +121,8 @@ def one(settings: str) -> dict[str, Any]:
     return {
         "rows": report["rows_out"],
         "tokens_per_row": report["prompt_length"]["mean"] + report["response_length"]["mean"],
-        "processes": report["workers"],
+        "processes": report["processes"],
+        "threads": report["threads"],
         "wall_s": round(wall, 2),
         "cpu_s": round(cpu, 2),
         "rows_per_wall_s": round(report["rows_out"] / wall),

@@ -28,7 +28,7 @@ from covey.data.output import PromptWriter
 from covey.data.prompts import Prepared
 from covey.data.rows import cast_table, read_tables, require_column, scan
 from covey.data.settings import PreprocessConfig, load_settings
-from covey.data.workers import Job, load_tokenizer, make_handler, num_workers, prepare_batches
+from covey.data.workers import Job, load_tokenizer, make_handler, plan_workers, prepare_batches
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def preprocess(config: PreprocessConfig, *, show: bool = False) -> dict[str, Any
     for key in config.dataset_additional_keys:
         if key != "labels":
             require_column(schema.names, key, key="dataset_additional_keys", source=source)
-    workers = num_workers(config.workers, num_rows)
+    workers = plan_workers(config.workers, num_rows)
     keys = config.dataset_additional_keys if config.format == "megatron" else None
     tally = _Tally(drop_duplicates=config.drop_duplicates)
     manifest_path = Path(config.output_prefix + SUFFIX)
@@ -97,7 +97,8 @@ def preprocess(config: PreprocessConfig, *, show: bool = False) -> dict[str, Any
         "stop_words": list(handler.renderer.stop_words),
         "stop_token_ids": handler.renderer.stop_token_ids,
         "files": [*files, str(manifest_path)],
-        "workers": workers,
+        "processes": workers.processes,
+        "threads": workers.threads,
         "seconds": round(seconds, 3),
     }
     file = {"name": writer.path.name, "bytes": writer.path.stat().st_size}

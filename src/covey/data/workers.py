@@ -1,7 +1,9 @@
 """Batches of raw rows -> prepared batches, in order, in this process or in several.
 
-Processes are spawned, not forked: threads of Arrow and of the tokenizer do not survive a fork. At most twice as many
-batches as processes are in flight, so memory stays flat.
+Three quarters of the work is the tokenizer's, which has threads of its own: they are enough for a hundred thousand
+rows. For more rows the rest of the work is spread over processes, which take seconds to start. They are spawned, not
+forked: threads of Arrow and of the tokenizer do not survive a fork. At most twice as many batches as processes are in
+flight, so memory stays flat.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +32,7 @@ from covey.tokenizer import read_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS_PER_WORKER = 4000  # below that a process costs more (seconds to start) than it saves
+ROWS_FOR_PROCESSES = 100_000  # below that, processes take longer to start than they save over threads
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,19 @@ class Job:
     source: str  # for messages
 
 
-def num_workers(wanted: int, num_rows: int) -> int:
-    """Processes that are worth starting: no more than cores, none for a small set."""
+@dataclass(frozen=True)
+class Workers:
+    """Who does the work: `processes` with one thread each, or one process whose tokenizer has `threads`."""
+
+    processes: int
+    threads: int
+
+
+def plan_workers(wanted: int, num_rows: int) -> Workers:
+    """No more than cores; processes only for rows that pay for their start."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(wanted, cores, num_rows // ROWS_PER_WORKER))
+    workers = max(1, min(wanted, cores))
+    return Workers(workers, 1) if num_rows >= ROWS_FOR_PROCESSES else Workers(1, workers)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -71,24 +83,25 @@ def make_handler(job: Job, tokenizer: PreTrainedTokenizerBase) -> AlpacaStyleIns
 
 
 def prepare_batches(
-    job: Job, handler: AlpacaStyleInstructionHandler, tables: Iterator[pa.Table], workers: int
+    job: Job, handler: AlpacaStyleInstructionHandler, tables: Iterator[pa.Table], workers: Workers
 ) -> Iterator[tuple[int, Prepared]]:
     """(rows read, prepared batch) of every table, in order. Errors of workers are raised here."""
-    if workers == 1:
+    if workers.processes == 1:
         first = 0
-        for table in tables:
-            yield table.num_rows, _prepare(job, handler, table, first)
-            first += table.num_rows
+        with _tokenizer_threads(workers.threads):
+            for table in tables:
+                yield table.num_rows, _prepare(job, handler, table, first)
+                first += table.num_rows
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(job,))
+    pool = ProcessPoolExecutor(workers.processes, mp_context=context, initializer=_start, initargs=(job,))
     waiting: deque[tuple[int, Future[tuple[pa.Buffer, dict[str, int], np.ndarray]]]] = deque()
     first = 0
     try:
         for table in tables:
             waiting.append((table.num_rows, pool.submit(_work, _pack(table), first)))
             first += table.num_rows
-            if len(waiting) >= 2 * workers:
+            if len(waiting) >= 2 * workers.processes:
                 yield _result(*waiting.popleft())
         while waiting:
             yield _result(*waiting.popleft())
@@ -96,6 +109,22 @@ def prepare_batches(
         raise ValueError("a preprocessing worker died, most likely for lack of memory: set workers lower") from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _tokenizer_threads(threads: int) -> Iterator[None]:
+    """Inside, tokenizers run in so many threads. The library makes its threads once and then keeps their number."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    if threads > 1:
+        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 _job: Job | None = None

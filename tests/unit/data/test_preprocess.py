@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from covey.data.indexed_dataset import IndexedDataset
 from covey.data.load import load_prompts
 from covey.data.preprocess import preprocess, run
 from covey.data.settings import PreprocessConfig
-from covey.data.workers import Job, load_tokenizer, make_handler, num_workers, prepare_batches
+from covey.data.workers import Job, Workers, load_tokenizer, make_handler, plan_workers, prepare_batches
 
 ROOT = Path(__file__).resolve().parents[3]
 SEED = ROOT.parent / "shared/fixtures/seed"
@@ -310,26 +311,28 @@ def test_wrong_settings_are_refused_with_what_to_do(
 
 
 def test_no_more_processes_than_cores_or_work() -> None:
-    assert num_workers(8, 100) == 1
-    assert num_workers(1, 10**6) == 1
-    assert 1 <= num_workers(10**4, 10**9) < 10**4
+    cores = len(os.sched_getaffinity(0))
+    assert plan_workers(10**4, 100) == Workers(1, cores)
+    assert plan_workers(1, 10**6) == Workers(1, 1)
+    assert plan_workers(10**4, 10**9) == Workers(cores, 1)
 
 
 @pytest.mark.slow
-def test_processes_give_the_same_rows_in_the_same_order(config: Make, tokenizer: Any) -> None:
+def test_processes_and_threads_give_the_same_rows_in_the_same_order(config: Make, tokenizer: Any) -> None:
     rows = [{"problem": f"{i} " * (i % 30), "answer": str(i)} for i in range(2500)]
     job = Job(config(rows=rows, seq_length=40), ["problem", "answer"], "raw.jsonl")
     tables = [pa.Table.from_pylist(rows[i : i + 300]) for i in range(0, 2500, 300)]
     handler = make_handler(job, tokenizer)
-    one = list(prepare_batches(job, handler, iter(tables), 1))
-    several = list(prepare_batches(job, handler, iter(tables), 2))
-    assert [(n, p.table.to_pylist(), p.drops) for n, p in several] == [
-        (n, p.table.to_pylist(), p.drops) for n, p in one
-    ]
-    assert [p.response_lengths.tolist() for _, p in several] == [p.response_lengths.tolist() for _, p in one]
+    one = list(prepare_batches(job, handler, iter(tables), Workers(1, 1)))
+    for workers in (Workers(2, 1), Workers(1, 2)):
+        several = list(prepare_batches(job, handler, iter(tables), workers))
+        assert [(n, p.table.to_pylist(), p.drops) for n, p in several] == [
+            (n, p.table.to_pylist(), p.drops) for n, p in one
+        ]
+        assert [p.response_lengths.tolist() for _, p in several] == [p.response_lengths.tolist() for _, p in one]
     bad = [*tables, pa.table({"problem": [[{"role": "critic", "content": ""}]], "answer": ["x"]})]
     with pytest.raises(ValueError, match="row 2501: .*critic"):
-        list(prepare_batches(job, handler, iter(bad), 2))
+        list(prepare_batches(job, handler, iter(bad), Workers(2, 1)))
 
 
 def test_progress_is_a_line_every_so_many_rows_where_there_is_no_terminal(
