@@ -31,7 +31,7 @@ LAYOUTS: list[Layout] = [(2, {}, {}), (2, {"tp": 2}, {"sequence_parallel": True}
 MORE_LAYOUTS: list[Layout] = [(4, {"dp_replicate": 2}, {}), (2, {"tp": 2}, {}), (2, {"cp": 2}, {})]
 
 
-def _policy(family: str, sizes: dict[str, int], options: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+def _policy(family: str, sizes: dict[str, Any], options: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     """Of a model whose adapter does something; frozen weights in `dtype`, the adapter's in fp32 on several ranks."""
     mesh = meshes.start(communication="gloo", device=cases.CPU, **sizes)
     model = cases.model(family).to(dtype)

@@ -73,12 +73,12 @@ def add_adapter(
     if not adapted or not adapted <= set(layers):
         wrong = sorted(adapted - set(layers)) or config.target_modules
         raise ValueError(f"lora.path: {path!r} adapts {wrong}, which are no linear layers of the decoder of {base!r}")
-    device = device or next(model.parameters()).device
-    if path is None and device.type == "meta":
+    place: torch.device = device or next(model.parameters()).device
+    if path is None and place.type == "meta":
         return  # a model without numbers
     weights = _random_weights(model, seed) if path is None else _stored_weights(path, model)
     for name, weight in weights.items():
-        _set(model, name, weight.to(device, dtype))
+        _set(model, name, weight.to(place, dtype))
 
 
 def restore_adapter(model: Any, directory: Path) -> None:
