@@ -104,6 +104,15 @@ def resolve(kind: str = "auto", dtype: str = "auto", local_rank: int = 0) -> Dev
     return Device(kind, torch.device(kind, local_rank), name, chosen, communication)
 
 
+def make_deterministic() -> None:
+    """Refuse kernels whose result varies from run to run. Counts from the first kernel of the process on an NPU.
+
+    The variables that collectives and matrix products need beside it are config/environment.py's.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over every new tensor
+
+
 # kind: default dtype, torch.distributed back end (objects always travel over gloo)
 _TABLE = {
     "npu": (torch.bfloat16, "cpu:gloo,npu:hccl"),

@@ -66,6 +66,7 @@ def run(loaded: LoadedConfig[Config], *, model: str | None = None) -> dict[str, 
         temperature=config.rollout.temperature,
         lora=config.lora,
         debug=config.debug,
+        deterministic=config.deterministic,
     )
     with closing(make_scorer(config, parts)) as scorer:
         prompts = load_prompts(config, parts.tokenizer)

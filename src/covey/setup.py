@@ -15,7 +15,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from covey import device as devices
-from covey.config.load import DEBUG_ENVIRONMENT
+from covey.config.environment import DEBUG_ENVIRONMENT
 from covey.config.lora import LoraConfig
 from covey.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from covey.data import load as prompt_data
@@ -71,14 +71,18 @@ def load_parts(
     lora: LoraConfig | None = None,
     seed: int = 0,
     debug: bool = False,
+    deterministic: bool = False,
 ) -> Parts:
     """Device, tokenizer and model, checked against each other and shared by the ranks of `parallel`.
 
     seed: of the random part of a new adapter. debug: look for faults while running (docs/replay.md), slowly.
+    deterministic: refuse kernels whose result varies from run to run.
     """
     disable_progress_bar()  # transformers' own, for files that load in a moment
     if debug:
         _start_debugging()
+    if deterministic:
+        devices.make_deterministic()
     device = devices.resolve(kind, model.dtype, meshes.local_rank())
     parallel = parallel or ParallelConfig()
     mesh = meshes.start(
@@ -152,6 +156,7 @@ def load_run_parts(config: Config) -> Parts:
         lora=config.lora,
         seed=config.seed,
         debug=config.debug,
+        deterministic=config.deterministic,
     )
 
 

@@ -41,6 +41,7 @@ def run(loaded: LoadedConfig[SftRunConfig]) -> dict[str, Any]:
         lora=config.lora,
         seed=config.seed,
         debug=config.debug,
+        deterministic=config.deterministic,
     )
     prompts = _demonstrations(config, parts)
     stop_id = (prompts.stop_token_ids or [parts.tokenizer.eos_token_id])[0]

@@ -7,6 +7,7 @@ Relative paths inside a file stay relative to the working directory, as on a com
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
+from covey.config.environment import Environment, environment_of
 from covey.config.fields import alternatives
 from covey.config.presets import apply_preset
 from covey.config.problems import field_problems, rule_problems, unknown_name, value_at
@@ -22,9 +24,6 @@ from covey.config.schema import Config, Section, SftRunConfig
 from covey.config.yaml_tree import ConfigError, KeyPath, Problem, Tree, apply_override, dotted, read_tree, shown
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
-
-# What `debug: true` needs before torch starts a device: every launch waits for its end, so that a fault shows where it is.
-DEBUG_ENVIRONMENT = {"CUDA_LAUNCH_BLOCKING": "1", "ASCEND_LAUNCH_BLOCKING": "1"}
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,20 @@ def validate_tree(
         problems.append(Problem(tree.source, "", "", broken_rule))
     if problems or config is None:
         raise ConfigError(tree.source, sorted(problems, key=_by_line))
-    environment = DEBUG_ENVIRONMENT if getattr(config, "debug", False) else {}
-    return LoadedConfig(config, dict(_origins(config, (), tree)), tree.source, environment=dict(environment))
+    environment = _environment(config, tree)
+    notes = [
+        f"the shell has {name}={os.environ[name]}, which stays; the file wants {v}" for name, v in environment.kept
+    ]
+    return LoadedConfig(config, dict(_origins(config, (), tree)), tree.source, notes, environment=environment.variables)
+
+
+def _environment(config: Any, tree: Tree) -> Environment:
+    if not isinstance(config, Config | SftRunConfig):
+        return Environment()
+    try:
+        return environment_of(config)
+    except ValueError as error:
+        raise ConfigError(tree.source, [Problem(tree.source, "environment", "", str(error))]) from error
 
 
 def schema_of(tree: Tree) -> type[Section]:

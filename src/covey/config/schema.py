@@ -366,6 +366,10 @@ class Config(Section):
     """Where to run; auto: npu, else cuda, else cpu."""
     debug: bool = False
     """Find faults, slowly: NaN named by module, ranks' exchanges compared, one launch at a time (docs/replay.md)."""
+    deterministic: bool = False
+    """Only kernels and collectives whose result does not vary from run to run; slower on cuda and npu, free on cpu."""
+    environment: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Environment variables to set before torch is imported; one that the shell has set stays (docs/npu.md)."""
 
     @model_validator(mode="after")
     def _something_to_learn_from(self) -> Config:
@@ -473,3 +477,7 @@ class SftRunConfig(Section):
     """Where to run; auto: npu, else cuda, else cpu."""
     debug: bool = False
     """Find faults, slowly: NaN named by module, ranks' exchanges compared, one launch at a time (docs/replay.md)."""
+    deterministic: bool = False
+    """Only kernels and collectives whose result does not vary from run to run; slower on cuda and npu, free on cpu."""
+    environment: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Environment variables to set before torch is imported; one that the shell has set stays (docs/npu.md)."""
