@@ -12,6 +12,8 @@ from tests.distributed.harness import run
 from covey.distributed import mesh as meshes
 from covey.distributed.collectives import CollectiveError, gather_objects, sum_dicts, sum_tensor
 
+pytestmark = pytest.mark.slow  # processes
+
 
 def _exchange(timeout_s: float, fault: str, debug: bool = True) -> tuple[str, float]:
     """(what the fault was reported as, a sum from before it) of this rank; rank 1 is the faulty one."""
@@ -63,7 +65,6 @@ def test_without_a_fault_nothing_changes() -> None:
         assert run(2, _exchange, 20.0, "none", debug) == [("", 5.0), ("", 5.0)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}, {"dp_shard": 2}], ids=str)
 def test_a_whole_update_agrees_and_keeps_its_bits(sizes: dict[str, int]) -> None:
     options = {"sequence_parallel": True} if "tp" in sizes else {}
