@@ -37,7 +37,8 @@ def _stages(model: Any) -> list[tuple[Any, Stage]]:
 def test_chunks_one_after_the_other_are_the_model(family: str) -> None:
     model = cases.model(family, num_layers=NUM_LAYERS)
     expected = _scores(model, None)
-    stages, hidden = _stages(model), None
+    stages = _stages(model)
+    hidden: Any = None
     for chunk in range(4):
         hidden = _scores(*stages[chunk % 2], chunk, hidden)
     for found, wanted in zip(hidden, expected, strict=True):
