@@ -106,16 +106,21 @@ def compare(case: Case) -> tuple[Simulated, dict[str, int], dict[str, int]]:
     """(simulated, estimated parts, estimated bytes by phase) of the rank that needs the most."""
     sizes = dict(SIZES[case.size])
     sizes["num_hidden_layers"] = case.layers or sizes["num_hidden_layers"]
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(Qwen2Config(tie_word_embeddings=case.tied, **sizes))
+
+    def network() -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(Qwen2Config(tie_word_embeddings=case.tied, **sizes))
+
     num_samples = 7  # with the prompt, eight sequences of equal length: attention on the cpu then pads nothing
     length = case.tokens // (num_samples + 1)
     config = _config(case, length, num_samples)
     degrees = config.parallel.model_dump(include={"dp_replicate", "dp_shard", "cp", "tp", "pp"})
     mesh = Mesh(*resolve_degrees(case.world, **degrees))
-    memory = memory_per_rank(config, network, mesh, torch.bfloat16)
-    found = simulate(config, network, case.world, prompt=length, response=length + 1, dtype=torch.bfloat16)
-    return found, memory, phase_bytes(memory)
+    memory = memory_per_rank(config, network(), mesh, torch.bfloat16)
+    lengths = {"prompt": length, "response": length + 1, "dtype": torch.bfloat16}
+    ends = {0, (mesh.pp - 1) * (case.world // mesh.pp)}  # a rank of the first and of the last stage
+    found = [simulate(config, network(), case.world, rank=rank, **lengths) for rank in sorted(ends)]
+    return max(found, key=lambda one: one.peak), memory, phase_bytes(memory)
 
 
 def _config(case: Case, length: int, num_samples: int) -> Config:

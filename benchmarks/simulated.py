@@ -96,13 +96,15 @@ class Meter(TorchDispatchMode):
         self.now -= self._sizes.pop(key)[1]
 
 
-def simulate(config: Config, network: Any, world: int, *, prompt: int, response: int, dtype: torch.dtype) -> Simulated:
-    """One optimizer step of rank 0 on groups of prompts and responses of these lengths.
+def simulate(
+    config: Config, network: Any, world: int, *, prompt: int, response: int, dtype: torch.dtype, rank: int = 0
+) -> Simulated:
+    """One optimizer step of a rank on groups of prompts and responses of these lengths.
 
     network: on the meta device (covey.models.load.load_skeleton).
     """
     with (
-        _processes(config, world) as mesh,
+        _processes(config, world, rank) as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
         Meter() as meter,
         _resizes(meter),
@@ -191,11 +193,11 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _processes(config: Config, world: int) -> Iterator[meshes.Mesh]:
-    """Rank 0 of so many that answer at once."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": str(world)}
+def _processes(config: Config, world: int, rank: int) -> Iterator[meshes.Mesh]:
+    """One rank of so many that answer at once."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     if world > 1:
-        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     degrees = {axis: getattr(config.parallel, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
     mesh = meshes.start(communication="fake", device=CPU, **degrees)
     before = {name: DeviceMesh.__dict__[name] for name in ("__init__", "_concatenate") if name in DeviceMesh.__dict__}

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covey.commands.align import align_app
 from covey.commands.config import config_app
 from covey.commands.data import data_app, reward_app
 from covey.commands.doctor import doctor
 from covey.commands.options import ConfigDirs, File, Json, Overrides, load, print_json, report
+from covey.commands.plan import plan
 from covey.commands.replay import replay
+from covey.commands.selftest import selftest
 
 if TYPE_CHECKING:
     from covey.config.load import LoadedConfig
@@ -35,10 +38,13 @@ app = typer.Typer(
     "130 interrupted.",
 )
 app.add_typer(config_app, name="config")
+app.add_typer(align_app, name="align")
 app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
+app.command()(plan)
 app.command()(replay)
 app.command()(doctor)
+app.command()(selftest)
 
 
 def main() -> None:

@@ -127,7 +127,9 @@ def _update(config: Config, model: Any, mesh: Mesh, size: int, stage: Stage) -> 
     head = _head_work(chunk, tp, table, size, full=full, in_place=not sharded and size == 4) if stage.last else 0
     layer_work = _layer_work(config, model, tp, size) // mesh.cp
     table_gradient = size * table if stage.last and full else 0  # the head's, until the end of backward
-    reducing = int((4 + size) * layer * trained_share) if sharded else 0
+    # The last layer's gradient is on its way in fp32, this one's largest matrix has its own.
+    matrix = size * text.hidden_size * text.intermediate_size // tp
+    reducing = int((4 * layer + matrix) * trained_share) if sharded else 0
     # (gathered, unreduced, activations, work) of the three moments
     moments = [
         (gathered - size * layer if sharded else 0, unreduced + kept_pieces, kept + norm, head),
@@ -149,14 +151,17 @@ def activation_bytes(config: Config, model: Any, tp: int, size: int) -> int:
     return tokens * layers * size * model.config.get_text_config().hidden_size // cut
 
 
-def num_micro_batches(config: Config, mesh: Mesh) -> int:
-    """Micro-batches of a data-parallel rank for an optimizer step, with responses of full length."""
-    rollout, budget = config.rollout, config.train.max_tokens_per_micro_batch
+def num_micro_batches(config: Config, mesh: Mesh, *, prompt: int | None = None, response: int | None = None) -> int:
+    """Micro-batches of a data-parallel rank for an optimizer step, when all prompts and responses have these tokens.
+
+    Default: the longest that are allowed.
+    """
+    samples, budget = config.rollout.num_samples, config.train.max_tokens_per_micro_batch
     groups = config.algorithm.mini_batch_size or config.train.batch_size
-    prompt, response = config.data.max_prompt_length, rollout.max_response_length - 1
-    fitting = max(1, (budget - prompt) // max(1, response))  # responses of a row
-    rows = groups * -(-rollout.num_samples // min(fitting, rollout.num_samples))
-    row = prompt + min(fitting, rollout.num_samples) * response
+    prompt = prompt or config.data.max_prompt_length
+    later = (response or config.rollout.max_response_length) - 1  # the last token of a response is not run
+    fitting = min(samples, max(1, (budget - prompt) // max(1, later)))  # responses of a row
+    rows, row = groups * -(-samples // fitting), prompt + fitting * later
     return max(1, -(-rows // (mesh.dp * max(1, budget // row))))
 
 
@@ -191,7 +196,7 @@ def _layer_work(config: Config, model: Any, tp: int, size: int) -> int:
     """Of a micro-batch in the backward of one layer: gradients, and with checkpointing what is computed again."""
     text = model.config.get_text_config()
     tokens = micro_batch_tokens(config)
-    gradients = size * 3 * text.intermediate_size // tp + 8 * text.hidden_size
+    gradients = size * (2 * text.intermediate_size // tp + 2 * text.hidden_size)
     again = _layer_token_bytes(config, model, tp, size) if config.model.gradient_checkpointing else 0
     return tokens * (gradients + again)
 
