@@ -108,14 +108,15 @@ class Passes:
             return _Inputs(tokens, batch.num_tokens // cuts_tokens)
         share = batch.num_tokens // self._mesh.cp
         mine = slice(self._mesh.cp_rank * share, (self._mesh.cp_rank + 1) * share)
-        index = ((batch.target_rows >= mine.start) & (batch.target_rows < mine.stop)).nonzero().squeeze(1)
+        rows = batch.target_rows.cpu()  # chosen by a mask, which is a host's work
+        index = ((rows >= mine.start) & (rows < mine.stop)).nonzero().squeeze(1).to(self._device)
         tokens = (
             batch.input_ids[mine],
             batch.position_ids[mine],
             HeadExchange(plan, self._mesh.cp_group),
-            batch.target_rows[index] - mine.start,
-            batch.target_ids[index],
-            None if num_kept is None else num_kept[index],
+            batch.target_rows.index_select(0, index) - mine.start,
+            batch.target_ids.index_select(0, index),
+            None if num_kept is None else num_kept.index_select(0, index),
         )
         return _Inputs(tokens, share // cuts_tokens, index, len(batch.target_rows))
 

@@ -144,12 +144,12 @@ class Policy:
 
     def _high_entropy_tokens(self, groups: list[Group], chosen: list[int], share: float) -> Tensor:
         """(N,) bool: the tokens of highest entropy among those of the chosen groups, before their optimizer step."""
-        entropy = self._scores(groups, 1, chosen)
+        entropy = self._scores(groups, 1, chosen).cpu()  # chosen by a mask, which is a host's work
         in_group = [torch.full((sum(response_lengths([g])),), p in set(chosen)) for p, g in enumerate(groups)]
-        of_chosen = torch.cat(in_group).to(self.device)
+        of_chosen = torch.cat(in_group)
         keep = torch.zeros_like(of_chosen)
         keep[of_chosen] = high_entropy_tokens(entropy[of_chosen], share=share)
-        return keep
+        return keep.to(self.device)
 
     def imitate(self, groups: list[Group], *, optimizer: _Optimizer, lr: float) -> dict[str, float]:
         """One optimizer step on demonstrations (groups of one response): mean cross-entropy per response token."""
@@ -173,7 +173,7 @@ class Policy:
         """(N,) log-probabilities (which=0) or entropies (1) of all ranks' tokens; 0 for groups that are left out."""
         out = torch.zeros(sum(response_lengths(groups)), dtype=torch.float32, device=self.device)
         for batch, *found in self.parallel.score(self._pack(groups, only), as_sampled=self.sampling_consistent):
-            out[batch.token_index] = found[which]
+            out.index_copy_(0, batch.token_index, found[which])
         self.parallel.release()
         return sum_tensor(out, self.mesh.step_group, what="log-probabilities of the step")
 
@@ -223,21 +223,26 @@ class Policy:
         """The micro-batch's part of the optimizer step's loss."""
         if not micro.response_ids:  # nothing was left for this rank, which must run all the same
             return logprobs.sum()
-        response = torch.tensor(micro.response_ids, device=self.device)[micro.response_index]
-        weight = weights[response]
-        old = logprobs.detach() if step.old_logprobs is None else step.old_logprobs[micro.token_index]
+        response = torch.tensor(micro.response_ids, device=self.device).index_select(0, micro.response_index)
+        weight = weights.index_select(0, response)
+
+        def mine(of_step: Tensor) -> Tensor:
+            return of_step.index_select(0, micro.token_index)
+
+        old = logprobs.detach() if step.old_logprobs is None else mine(step.old_logprobs)
+        rollout = mine(step.rollout_logprobs)
         out = token_objective(
             Tokens(
                 logprobs=logprobs,
                 entropy=entropy,
                 old_logprobs=old,
-                rollout_logprobs=step.rollout_logprobs[micro.token_index],
-                ref_logprobs=None if step.ref_logprobs is None else step.ref_logprobs[micro.token_index],
-                teacher_logprobs=None if step.teacher_logprobs is None else step.teacher_logprobs[micro.token_index],
-                advantages=step.advantages[response],
+                rollout_logprobs=rollout,
+                ref_logprobs=None if step.ref_logprobs is None else mine(step.ref_logprobs),
+                teacher_logprobs=None if step.teacher_logprobs is None else mine(step.teacher_logprobs),
+                advantages=step.advantages.index_select(0, response),
                 response_index=micro.response_index,
                 num_responses=len(micro.response_ids),
-                keep=None if step.keep is None else step.keep[micro.token_index],
+                keep=None if step.keep is None else mine(step.keep),
             ),
             objective,
         )
@@ -255,7 +260,7 @@ class Policy:
             **({} if out.distill_kl is None else {"distill_kl": out.distill_kl}),
         )
         if first:  # before any optimizer step of this rollout has moved the policy
-            totals.add_gap(old - step.rollout_logprobs[micro.token_index])
+            totals.add_gap(old - rollout)
         return weighted
 
 

@@ -51,7 +51,7 @@ def rollout_weights(
         total = response_sum(log_ratio, response_index, num_responses)
         if level == "geometric":
             total = total / response_sum(torch.ones_like(log_ratio), response_index, num_responses).clamp(min=1.0)
-        ratio = torch.exp(total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))[response_index]
+        ratio = torch.exp(total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).index_select(0, response_index)
     if action == "truncate":
         return ratio.clamp(min=low, max=high)
     inside = (ratio <= high) & (ratio >= (0.0 if low is None else low))
@@ -74,7 +74,7 @@ def on_policy_enough(
     """
     difference = finite_difference(sampled_logprobs, logprobs)
     count = response_sum(torch.ones_like(difference), response_index, num_responses).clamp(min=1.0)
-    distance = (response_sum(difference, response_index, num_responses) / count)[response_index]
+    distance = (response_sum(difference, response_index, num_responses) / count).index_select(0, response_index)
     return (advantages >= 0) | (distance <= max_kl)
 
 

@@ -122,7 +122,7 @@ def rloo(
     gradient is REINFORCE's, -A grad(log p(response)). Source: arXiv:2402.14740 eq. 8, off-policy form as TRL's.
     """
     log_ratio, finite = _log_ratio(logprobs, old_logprobs)
-    total = response_sum(log_ratio, response_index, num_responses)[response_index]
+    total = response_sum(log_ratio, response_index, num_responses).index_select(0, response_index)
     return _clipped_surrogate(_bounded_exp(total), advantages, finite, options)
 
 
@@ -202,7 +202,7 @@ def vespo(
     log w is held within [log 1e-8, 20]. Source: VESPO, arXiv:2602.10693 sec. 3; constants and limits as TRL's.
     """
     log_ratio, finite = _log_ratio(logprobs, old_logprobs)
-    total = response_sum(log_ratio.detach(), response_index, num_responses)[response_index]
+    total = response_sum(log_ratio.detach(), response_index, num_responses).index_select(0, response_index)
     total = total.clamp(torch.log(torch.tensor(1e-8)).item(), MAX_LOG_RATIO)
     positive = advantages >= 0
     power = torch.where(positive, options.vespo_pos[0], options.vespo_neg[0])
@@ -256,4 +256,4 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
 def _response_mean(values: Tensor, finite: Tensor, response_index: Tensor, num_responses: int) -> Tensor:
     """(n,) mean over the finite tokens of each token's response."""
     count = response_sum(finite.to(values.dtype), response_index, num_responses).clamp(min=1.0)
-    return (response_sum(values, response_index, num_responses) / count)[response_index]
+    return (response_sum(values, response_index, num_responses) / count).index_select(0, response_index)

@@ -67,6 +67,7 @@ def load_model(
                 path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
             )
             model.to(device)
+            model.tie_weights()  # on devices outside torch's core, `to` makes two parameters of a tied one
     except (OSError, KeyError) as error:
         raise ValueError(f"model.path: cannot load {path!r}: {_first_line(error)}") from error
     prepare_model(model, path)

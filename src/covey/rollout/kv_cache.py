@@ -86,17 +86,19 @@ class Wave:
         """Row i becomes what row order[i] was; the rows not named are gone."""
         moves = [(i, row) for i, row in enumerate(order) if i != row]
         if moves:
-            target, source = torch.tensor(moves, device=self.layout.device).t()
+            source = torch.tensor([row for _, row in moves], device=self.layout.device)
             used = self.prefix + self.length
             for cache in (*self.keys, *self.values):
-                cache[target, :, :used] = cache[source, :, :used]
+                moved = cache.narrow(2, 0, used).index_select(0, source)
+                for (i, _), row in zip(moves, moved, strict=True):  # by slices: some devices assign by index slowly
+                    cache[i, :, :used] = row
         self.prompt_of_row = [self.prompt_of_row[row] for row in order]
         self.num_rows = len(order)
         if 2 * self.num_rows <= self.keys[0].shape[0]:
             self._resize(self.num_rows, self.keys[0].shape[2])
         if self._shared is None:
             if self._visible is not None:
-                self._visible = self._visible[torch.tensor(order, device=self.layout.device)]
+                self._visible = self._visible.index_select(0, torch.tensor(order, device=self.layout.device))
             return
         running = sorted(set(self.prompt_of_row))
         if 4 * len(running) <= 3 * len(self.prompt_lens):

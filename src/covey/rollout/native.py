@@ -156,10 +156,10 @@ class NativeEngine:
             record=np.empty((3, sampling.max_response_length, len(samples)), np.int32),
             uniforms=torch.from_numpy(np.stack(streams, axis=1)).to(device),
             stream=torch.arange(len(samples), device=device),
-            prompt_lens=torch.tensor(prompt_lens, device=device)[index],
+            prompt_lens=torch.tensor([prompt_lens[i] for i in prompt_of_row], device=device),
             token_ids=index,  # replaced by the first draw
         )
-        return wave, torch.cat(logits)[index]
+        return wave, torch.cat(logits).index_select(0, index)
 
     def _prefill_logits(self, cache: Wave, first: int, prompts: list[list[int]]) -> Tensor:
         """(prompts, V) at the last token of each prompt."""
@@ -182,7 +182,7 @@ class NativeEngine:
         hidden = self._model.model(
             input_ids=input_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), plan=plan, use_cache=False
         ).last_hidden_state[0]
-        hidden = hidden if rows is None else hidden[rows]
+        hidden = hidden if rows is None else hidden.index_select(0, rows)
         head = self._model.get_output_embeddings()
         if len(hidden) > _FEW_ROWS:
             logits = linear(hidden, head.weight, head.bias)
@@ -247,9 +247,9 @@ def _keep_rows(wave: _Running, live: list[int]) -> None:
     if order:
         wave.cache.keep_rows(order)
         index = torch.tensor(order, device=wave.token_ids.device)
-        wave.stream = wave.stream[index]
-        wave.prompt_lens = wave.prompt_lens[index]
-        wave.token_ids = wave.token_ids[index]
+        wave.stream = wave.stream.index_select(0, index)
+        wave.prompt_lens = wave.prompt_lens.index_select(0, index)
+        wave.token_ids = wave.token_ids.index_select(0, index)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def _draw_full(logits: Tensor, uniform: Tensor) -> Draw:
     block_mass = mass.gather(1, block)
     # where in its block the target lies, as a fraction: rounding must never push it out of the block
     fraction = ((target - upper.gather(1, block) + block_mass) / block_mass).clamp_(0.0, _BELOW_ONE)
-    inside = blocks[torch.arange(len(probs), device=probs.device), block.squeeze(1)]
+    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, size)).squeeze(1)
     within = _invert(inside, fraction)
     token_ids = block * size + within
     logprobs = (inside.gather(1, within) / upper[:, -1:]).log_()
@@ -105,14 +105,18 @@ def _draw_filtered(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
     result = _draw_prefix(values, ids, kept, uniform)
     if look == limit:
         return result
-    rows = (~closed).nonzero().squeeze(1)
-    if len(rows):
-        values, ids = logits[rows].topk(limit, dim=-1)
-        kept, _ = _kept_prefix(values, log_total[rows], sampling, whole=True)
-        for whole, part in zip(result, _draw_prefix(values, ids, kept, uniform[rows]), strict=True):
-            assert whole is not None and part is not None
-            whole[rows] = part
-    return result
+    open_rows = (~closed).cpu().numpy()
+    if not open_rows.any():
+        return result
+    rows = torch.from_numpy(open_rows.nonzero()[0]).to(logits.device)
+    values, ids = logits.index_select(0, rows).topk(limit, dim=-1)
+    kept, _ = _kept_prefix(values, log_total.index_select(0, rows), sampling, whole=True)
+    again = _draw_prefix(values, ids, kept, uniform.index_select(0, rows))
+    # An open row takes its place in `again`, which stands behind the others.
+    places = np.where(open_rows, len(open_rows) + open_rows.cumsum() - 1, np.arange(len(open_rows)))
+    chosen = torch.from_numpy(places).to(logits.device)
+    merged = (torch.cat(pair).index_select(0, chosen) for pair in zip(result, again, strict=True))  # type: ignore[arg-type]
+    return Draw(*merged)
 
 
 def _kept_prefix(values: Tensor, log_total: Tensor, sampling: Sampling, *, whole: bool) -> tuple[Tensor, Tensor]:
