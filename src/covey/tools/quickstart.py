@@ -1,4 +1,4 @@
-"""`covey quickstart`: a small model, taught arithmetic by GRPO on this machine, from nothing and without a network.
+"""`covey quickstart`: a small model, taught sums, differences and a little Python by GRPO, from nothing and offline.
 
 OUT is an ordinary run: the configuration in OUT/grpo.yaml, metrics, records and checkpoints beside it. The model first
 imitates demonstrations of which most are flawed (OUT/sft.yaml); more of them would teach it the same
@@ -24,6 +24,7 @@ from covey import sft, trainer
 from covey.config.load import load_config
 from covey.config.schema import SftRunConfig
 from covey.loggers import read_metrics
+from covey.rewards.sandbox import Sandbox
 from covey.rollout.records import Records, read_records, records_path
 from covey.tools import tiny
 
@@ -59,11 +60,12 @@ data:
 rollout:
   num_samples: 8            # responses per prompt
   max_response_length: 40
-reward:
-  functions:
-    - name: math
-      options: {weights: {format: 0.2, reasoning: 0.2, answer: 0.6}, num_steps: 2}
-algorithm:
+reward:                     # by the column `task`
+  tasks:
+    default:
+      - name: math
+        options: {weights: {format: 0.2, reasoning: 0.2, answer: 0.6}, num_steps: 2}
+${code}algorithm:
   loss: grpo
   advantage: group_norm
 train:
@@ -74,10 +76,16 @@ train:
 evaluation:
   every: $every
   num_samples: 4
-  pass_on: math/answer      # pass@1 counts right answers
+  pass_threshold: 0.6       # no response reaches it without the right answer
 output_dir: $output
 seed: $seed
 """)
+
+_CODE = """\
+    code:                   # the program is run against the row's tests, in a sandbox
+      - {name: code, weight: 0.8}
+      - {name: format, weight: 0.2}
+"""
 
 
 def run(out: Path, seed: int = 0, *, json: bool = False, sft_steps: int = 450, steps: int = 100) -> dict[str, Any]:
@@ -91,12 +99,13 @@ def run(out: Path, seed: int = 0, *, json: bool = False, sft_steps: int = 450, s
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).write_text("Made by `covey quickstart`; the next one replaces this directory.\n", encoding="utf-8")
     tiny.make_model(out / "start", seed)
-    files = tiny.make_data(out / "data", seed)
+    tasks = _tasks(console)
+    files = tiny.make_data(out / "data", seed, tasks)
     values = {"seed": seed, "start": out / "start", "data": files.sft, "output": out / "sft", "steps": sft_steps}
     console.print(f"[bold]1. Cold start[/bold]: {sft_steps} steps on demonstrations, most of them flawed")
     sft.run(load_config(_write(out / "sft.yaml", _SFT, values), schema=SftRunConfig))
     values = {"seed": seed, "model": out / "sft" / "model", "output": out, "steps": steps, "every": _EVERY}
-    values |= {"train": files.train, "eval": files.eval}
+    values |= {"train": files.train, "eval": files.eval, "code": _CODE if "code" in tasks else ""}
     console.print(f"[bold]2. GRPO[/bold]: {steps} steps of 16 problems x 8 responses")
     trained = trainer.train(load_config(_write(out / "grpo.yaml", _GRPO, values)), quiet=True)
     if trained.get("interrupted"):
@@ -105,6 +114,16 @@ def run(out: Path, seed: int = 0, *, json: bool = False, sft_steps: int = 450, s
     (out / "summary.json").write_text(json_module.dumps(summary, indent=2) + "\n", encoding="utf-8")
     _report(console, out, summary)
     return summary
+
+
+def _tasks(console: Console) -> list[str]:
+    """All tasks; those without programs on a machine that cannot isolate them."""
+    try:
+        Sandbox("isolated")
+    except ValueError as error:
+        console.print(f"[yellow]Without the task `code`: {escape(str(error))}[/yellow]")
+        return [task for task in tiny.TASKS if task != "code"]
+    return list(tiny.TASKS)
 
 
 def sparkline(values: Iterable[float], *, low: float, high: float, width: int = 28) -> str:
@@ -153,7 +172,7 @@ def _summary(out: Path, evaluations: dict[str, dict[str, float]], *, seconds: fl
                 "heldout_reward_before": _task_reward(before, task),
                 "heldout_reward_after": _task_reward(after, task),
             }
-            for task in tiny.TASKS
+            for task in dict.fromkeys(group.prompt.row["task"] for group in before.groups)
         },
         "model": str(out / "model"),
     }

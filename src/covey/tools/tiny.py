@@ -1,8 +1,9 @@
-"""A model that fits in a thousandth of a gigabyte, its tokenizer, and arithmetic to teach it: made here, from a seed.
+"""A model that fits in a thousandth of a gigabyte, its tokenizer, and tasks to teach it: made here, from a seed.
 
 For the quickstart and for trying a set-up without a download. The model is a Qwen2 of 0.5M parameters with random
 weights; the tokenizer has one token a byte and one for each tag; together they are an ordinary Hugging Face
-directory. The rows have the columns `problem`, `answer`, `task`, `labels`; answers are worked digit by digit.
+directory. The rows have the columns `problem`, `answer`, `task`, `labels`, and `tests` where the answer is a program;
+sums and differences are worked digit by digit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NUM_EVAL, NUM_TRAIN, NUM_SFT = 50, 200, 400  # problems per task
 NUM_DEMONSTRATIONS = 3  # per problem of NUM_SFT
 
 # How often a demonstration goes wrong, and how. A model that imitates them goes wrong as often.
-FORGET_CARRY, SLIP, NO_WORK, BAD_TAG = 0.5, 0.05, 0.3, 0.35
+FORGET_CARRY, SLIP, NO_WORK, BAD_TAG, AS_WRITTEN = 0.5, 0.05, 0.3, 0.35, 0.5
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class DataFiles:
     """The three files of make_data; no problem is in two of them."""
 
     sft: Path  # prompt, response: demonstrations, most of them flawed
-    train: Path  # problem, answer, task, labels
+    train: Path  # problem, answer, task, labels, and tests of a program
     eval: Path  # the same columns, held out
 
 
@@ -77,14 +78,14 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_data(directory: Path, seed: int) -> DataFiles:
-    """Write the rows of every task, shuffled together. Held-out problems are in no other file, nor demonstrated."""
+def make_data(directory: Path, seed: int, tasks: Iterable[str] = ("add", "subtract")) -> DataFiles:
+    """Write the rows of the tasks, shuffled together. Held-out problems are in no other file, nor demonstrated."""
     rng = random.Random(seed)
     sft: list[dict[str, Any]] = []
     train: list[dict[str, Any]] = []
     held_out: list[dict[str, Any]] = []
-    for task, pairs in TASKS.items():
-        chosen = rng.sample(pairs, NUM_EVAL + NUM_TRAIN + NUM_SFT)
+    for task in tasks:
+        chosen = rng.sample(TASKS[task], NUM_EVAL + NUM_TRAIN + NUM_SFT)
         held_out += [_row(task, a, b) for a, b in chosen[:NUM_EVAL]]
         train += [_row(task, a, b) for a, b in chosen[NUM_EVAL : NUM_EVAL + NUM_TRAIN]]
         sft += [
@@ -105,26 +106,45 @@ _NUMBERS = [10 * tens + ones for tens in range(2, 8) for ones in range(2, 8)]
 TASKS: dict[str, list[tuple[int, int]]] = {  # task -> every pair of numbers it can ask about
     "add": [(a, b) for a in _NUMBERS for b in _NUMBERS],
     "subtract": [(a, b) for a in _NUMBERS for b in _NUMBERS if a >= b],
+    "code": [(a, b) for a in _NUMBERS for b in (*_NUMBERS, *(-n for n in _NUMBERS))],
 }
 
 
 def problem(task: str, a: int, b: int) -> str:
-    """For example `47+38=`."""
+    """For example `47+38=`, or `f(x)=47x-38` for which a Python function is asked."""
+    if task == "code":
+        return f"f(x)={a}x{b:+}"
     return f"{a}{'+' if task == 'add' else '-'}{b}="
 
 
 def solution(task: str, a: int, b: int) -> str:
-    r"""Worked and right: `<think>7+8=15\n4+3=7\n7+1=8</think><answer>\boxed{85}</answer>`."""
+    r"""Worked and right: `<think>7+8=15\n4+3=7\n7+1=8</think><answer>\boxed{85}</answer>`, or a program."""
+    if task == "code":
+        return _program(f"{a}*x{b:+}")
     return _worked(task, a, b, carry=True, slip=(0, 0))
 
 
 def demonstration(task: str, a: int, b: int, rng: random.Random) -> str:
-    """A solution as a careless pupil writes it: forgets the carry, slips, skips the work, or leaves out a tag."""
+    """A solution as a careless pupil writes it: forgets the carry, slips, skips the work, or leaves out a tag.
+
+    In a program: multiplies as it is written in the problem, which is not Python.
+    """
+    if task == "code":
+        return _without_a_tag(_program(f"{a}{'' if rng.random() < AS_WRITTEN else '*'}x{b:+}"), rng)
     carry = rng.random() >= FORGET_CARRY
     ones, tens = (rng.choice((-1, 1)) if rng.random() < SLIP else 0 for _ in range(2))
     text = _worked(task, a, b, carry=carry, slip=(ones, tens))
     if rng.random() < NO_WORK:
         text = f"<think></think><answer>{text.split('<answer>')[1]}"
+    return _without_a_tag(text, rng)
+
+
+def _program(expression: str) -> str:
+    return f"<think></think><answer>def f(x): return {expression}</answer>"
+
+
+def _without_a_tag(text: str, rng: random.Random) -> str:
+    """The text, or now and then without one of its tags."""
     if rng.random() < BAD_TAG:
         text = text.replace(rng.choice(("<think>", "</think>", "</answer>")), "")
     return text
@@ -146,7 +166,10 @@ def _worked(task: str, a: int, b: int, *, carry: bool, slip: tuple[int, int]) ->
 
 
 def _row(task: str, a: int, b: int) -> dict[str, Any]:
-    return {"problem": problem(task, a, b), "answer": solution(task, a, b), "task": task, "labels": [1.0]}
+    row = {"problem": problem(task, a, b), "answer": solution(task, a, b), "task": task, "labels": [1.0]}
+    if task == "code":
+        row["tests"] = [f"assert f({x}) == {a * x + b}" for x in (0, 3, -2)]
+    return row
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

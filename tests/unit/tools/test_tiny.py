@@ -25,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    files = tiny.make_data(tmp_path_factory.mktemp("data"), seed=3)
+    files = tiny.make_data(tmp_path_factory.mktemp("data"), seed=3, tasks=tiny.TASKS)
     return {name: _read(path) for name, path in vars(files).items()}
 
 
@@ -60,19 +60,42 @@ def test_the_model_fits_its_tokenizer_and_comes_from_the_seed(model_dir: Path, t
 def test_no_problem_is_in_two_files(rows: dict[str, list[dict[str, Any]]]) -> None:
     asked = {name: {row.get("problem") or row["prompt"] for row in rows[name]} for name in rows}
     assert [len(asked[name]) for name in ("sft", "train", "eval")] == [
-        *(2 * tiny.NUM_SFT, 2 * tiny.NUM_TRAIN, 2 * tiny.NUM_EVAL)
+        *(3 * tiny.NUM_SFT, 3 * tiny.NUM_TRAIN, 3 * tiny.NUM_EVAL)
     ]
     assert len(asked["sft"] | asked["train"] | asked["eval"]) == sum(len(problems) for problems in asked.values())
     assert len(rows["train"] + rows["eval"]) == len(asked["train"] | asked["eval"])
 
 
 def test_reference_answers_are_right(rows: dict[str, list[dict[str, Any]]]) -> None:
-    for row in rows["train"] + rows["eval"]:
+    arithmetic = [row for row in rows["train"] + rows["eval"] if row["task"] != "code"]
+    for row in arithmetic:
         steps, boxed = _parts(row["answer"])
         assert boxed == _value(row["problem"].rstrip("="))
         assert all(_value(left) == int(right) for left, right in steps)
         assert row["task"] == ("add" if "+" in row["problem"] else "subtract")
         assert row["labels"] == [1.0]
+
+
+def test_reference_programs_pass_the_tests_of_their_rows(rows: dict[str, list[dict[str, Any]]]) -> None:
+    programs = [row for row in rows["train"] + rows["eval"] if row["task"] == "code"]
+    assert len(programs) == tiny.NUM_TRAIN + tiny.NUM_EVAL
+    for row in programs:
+        match = re.fullmatch(r"f\(x\)=(\d+)x([+-]\d+)", row["problem"])
+        assert match is not None
+        source = re.fullmatch(r"<think></think><answer>(def f\(x\): return [-+*x0-9]+)</answer>", row["answer"])
+        assert source is not None
+        names: dict[str, Any] = {}
+        exec(source[1], names)
+        assert names["f"](5) == 5 * int(match[1]) + int(match[2])
+        for test in row["tests"]:
+            exec(test, names)
+
+
+def test_half_of_the_demonstrated_programs_multiply_as_the_problem_does(rows: dict[str, list[dict[str, Any]]]) -> None:
+    programs = [row["response"] for row in rows["sft"] if row["prompt"].startswith("f(x)")]
+    as_written = sum("*" not in response for response in programs) / len(programs)
+    assert 0.4 < as_written < 0.6
+    assert 0.2 < sum(any(r.count(tag) != 1 for tag in tiny.TAGS[:4]) for r in programs) / len(programs) < 0.5
 
 
 def test_most_demonstrations_are_flawed_and_some_are_right(rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -84,14 +107,15 @@ def test_most_demonstrations_are_flawed_and_some_are_right(rows: dict[str, list[
             return "tags"
         return "" if re.search(r"\d=\d", response) else "no work"
 
-    flaws = Counter(flaw(row["prompt"], row["response"]) for row in rows["sft"])
+    sums = [row for row in rows["sft"] if row["prompt"].endswith("=")]
+    flaws = Counter(flaw(row["prompt"], row["response"]) for row in sums)
     assert all(count > 0.1 * flaws.total() for count in flaws.values()), flaws
     assert 0.25 < flaws[""] / flaws.total() < 0.5
 
 
 def test_rows_come_from_the_seed(rows: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
-    assert _read(tiny.make_data(tmp_path / "same", seed=3).sft) == rows["sft"]
-    assert _read(tiny.make_data(tmp_path / "other", seed=4).eval) != rows["eval"]
+    assert _read(tiny.make_data(tmp_path / "same", seed=3, tasks=tiny.TASKS).sft) == rows["sft"]
+    assert _read(tiny.make_data(tmp_path / "other", seed=4, tasks=tiny.TASKS).eval) != rows["eval"]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
