@@ -99,6 +99,21 @@ def test_which_shipped_files_run() -> None:
 
 
 @needs_fixtures
+def test_the_lora_file_runs_with_its_adapter() -> None:
+    report = check_file(FIXTURES / "configs/grpo_lora_qwen25_32b_A2.yaml")
+    assert report.verdict != "cannot"
+    assert report.loaded is not None
+    lora = report.loaded.config.lora
+    assert (lora.rank, lora.alpha) == (128, 128)
+    assert set(lora.target_modules) == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    verdicts = _verdicts(report)
+    assert verdicts["rl_config.share_backbone"] == "honoured"
+    assert not any(verdicts[key] in ("not supported", "unknown") for key in verdicts if "lora" in key)
+
+
+@needs_fixtures
 def test_the_7b_file_means_what_upstream_means_by_it() -> None:
     config = load_any(FIXTURES / "configs/grpo_qwen25_7b_A3.yaml").config
     assert config.model.path == "./Qwen2.5-7B"

@@ -34,6 +34,7 @@ def run(
     instead of merging it into its model. base: where that model is now. ValueError when there is no checkpoint, it is
     damaged, or `out` exists.
     """
+    disable_progress_bar()
     checkpoint = _checkpoint(source)
     if out.exists():
         raise ValueError(f"--out {out} already exists; choose another directory")
