@@ -29,8 +29,11 @@ class Device:
 
     @property
     def deterministic(self) -> bool:
-        """Whether equal inputs give equal bits; elsewhere kernels add in an order that varies (index_add)."""
-        return self.kind == "cpu"
+        """Whether equal inputs give equal bits: on cpu, elsewhere after `make_deterministic`.
+
+        Without it some kernels add in an order that varies (index_add).
+        """
+        return self.kind == "cpu" or torch.are_deterministic_algorithms_enabled()
 
     def synchronize(self) -> None:
         """Wait until queued work is done; nothing to wait for on cpu."""

@@ -248,7 +248,8 @@ def sampling_of(config: Config, step: int) -> Sampling:
 
 def made_on(parts: Parts) -> dict[str, str]:
     """What the bits of this process's results depend on besides configuration and data."""
-    return parts.describe() | {"processes": str(parts.mesh.world)}
+    equal = "yes" if parts.device.deterministic else "no"
+    return parts.describe() | {"processes": str(parts.mesh.world), "equal bits every time": equal}
 
 
 def make_engine(config: Config, parts: Parts, prompts: Prompts) -> RolloutEngine:

@@ -21,6 +21,8 @@ from covey.tools import tiny
 from covey.tools.replay import replay
 from covey.trainer import train
 
+pytestmark = pytest.mark.slow  # whole runs
+
 STEPS = 5
 RUNS: dict[str, dict[str, Any]] = {
     # As the quickstart: one optimizer step a rollout, no checkpoint before the end.
