@@ -1,7 +1,8 @@
 """Is the estimate of `covey plan` right? It is compared with the real code on tensors without numbers (simulated.py).
 
     python benchmarks/memory_model.py            # Qwen2.5-7B and 32B on 16 and 1,024 ranks: about 10 minutes
-    python benchmarks/memory_model.py --small    # few layers: under a minute
+    python benchmarks/memory_model.py 32B pp     # only cases whose names have all of these words
+    python benchmarks/memory_model.py --small    # few layers: a minute
 
 Weights with AdamW's moments and gradients must agree within 1 %, peaks of the update within 15 %; else exit code 1.
 Not simulated: rollout, context parallelism (its row numbers are read from tensors), the norm of the gradient.
@@ -161,7 +162,12 @@ def main() -> int:
     print("| case | weights, moments | gradients | peak of the update | of the optimizer | seconds |")
     print("|---|---|---|---|---|---|")
     failed = 0
-    for case in cases("--small" in sys.argv[1:]):
+    words = [word for word in sys.argv[1:] if word != "--small"]
+    chosen = [case for case in cases("--small" in sys.argv[1:]) if all(word in case.name for word in words)]
+    if not chosen:
+        print(f"no case is named {' '.join(words)}")
+        return 2
+    for case in chosen:
         start = time.perf_counter()
         found, memory, phases = compare(case)
         wrong = errors(found, memory, phases)

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from covey import cli
 from covey.config.convert import check_file, load_any
 from covey.distributed.mesh import Mesh
+from covey.memory import activation_bytes, memory_per_rank, peak_bytes
 from covey.models.load import load_skeleton
 from covey.tools.dry_run import dry_run
-from covey.memory import activation_bytes, memory_per_rank, peak_bytes
 from covey.tools.tiny import make_data, make_model
 
 FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures" / "mindspeed_rl"
@@ -130,8 +130,10 @@ def test_memory_of_a_7b_model_by_hand(tmp_path: Path, tiny: Path, big: Path) -> 
     sixteen = memory_per_rank(config, model, Mesh(dp_shard=8, tp=2), torch.bfloat16)
     assert [sixteen.get(name, 0) * 16 // count for name in names] == [4, 0, 4, 8]
     assert sixteen["gathered for rollout"] == count
-    # a layer keeps 4 x 3584 + (2 x 28 + 2 x 4) heads x 128 + 4 x 18944 numbers a token
-    assert activation_bytes(config, model, 1, 2) == 2 * 100 * 28 * (14336 + 8192 + 75776)
+    # of a token a layer keeps for each of two norms 3584 numbers in fp32 and twice in 16 bits, (2 x 28 + 2 x 4) heads x
+    # 128 with 28 log-sum-exps in fp32, and 4 x 18944
+    token = 2 * 3584 * (4 + 2 + 2) + 2 * 64 * 128 + 4 * 28 + 2 * 4 * 18944
+    assert activation_bytes(config, model, 1, 2) == 100 * 28 * token
     assert peak_bytes({"weights": 1, "gradients": 10, "KV cache (at most)": 100, "gathered for rollout": 5}) == 106
 
 
@@ -185,3 +187,21 @@ def test_upstreams_files_on_the_devices_they_are_made_for(
         assert result["facts"]["Device"]["processes"] == f"dp_shard {devices // tp} x tp {tp} = {devices}"
         ran += 1
     assert ran >= 6
+
+
+def test_a_teacher_is_built_and_its_tokens_compared(tmp_path: Path, tiny: Path, big: Path) -> None:
+    """7.6e9 parameters of 4 bytes; none on the device while they are offloaded; another tokenizer is a problem."""
+    teacher = {"teacher": str(big)}
+    result = dry_run(load_any(_write(tmp_path, tiny, distillation=teacher)))
+    assert result["ok"], result["problems"]
+    assert result["memory_bytes"]["teacher"] == pytest.approx(4 * 7.6e9, rel=0.01)
+    assert str(big) in result["facts"]["Model"]["teacher"]
+    result = dry_run(load_any(_write(tmp_path, tiny, distillation=teacher | {"offload": True})))
+    assert "teacher" not in result["memory_bytes"]
+    result = dry_run(load_any(_write(tmp_path, tiny, distillation={"teacher": str(tmp_path / "none")})))
+    assert any("distillation.teacher" in problem for problem in result["problems"])
+
+
+def test_a_typo_in_what_passes_is_found(tmp_path: Path, tiny: Path) -> None:
+    result = dry_run(load_any(_write(tmp_path, tiny, evaluation={"pass_on": "math/anwser"})))
+    assert any("did you mean 'math/answer'" in problem for problem in result["problems"])
