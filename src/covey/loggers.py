@@ -37,7 +37,9 @@ class Logger(Protocol):
         ...
 
 
-def open_loggers(config: LoggingConfig, output_dir: str | Path, *, total_steps: int, first_step: int = 0) -> Logger:
+def open_loggers(
+    config: LoggingConfig, output_dir: str | Path, *, total_steps: int, first_step: int = 0, print_every: int = 1
+) -> Logger:
     """Every logger that `config` asks for, as one. `first_step`: the first step that will be written.
 
     Raises ImportError that names the extra to install when a wanted package is missing.
@@ -52,7 +54,8 @@ def open_loggers(config: LoggingConfig, output_dir: str | Path, *, total_steps: 
         loggers.append(WandbLogger(config.wandb_project, directory))
     if config.swanlab_project is not None:
         loggers.append(SwanLabLogger(config.swanlab_project, directory))
-    loggers.append(ConsoleLogger(total_steps, done=max(first_step - 1, 0), iterations=upstream))
+    done = max(first_step - 1, 0)
+    loggers.append(ConsoleLogger(total_steps, done=done, iterations=upstream, print_every=print_every))
     if upstream:
         names = config.names.removeprefix("mindspeed_")
         translate = partial(mindspeed_metrics, stage=names, longest=config.longest_in_tps)
@@ -94,6 +97,7 @@ _COLUMNS = (
     ("group/zero_variance_share", "no-spread", ".0%"),
     ("actor/entropy", "entropy", ".3f"),
     ("actor/kl_loss", "kl", ".2e"),
+    ("distill/kl", "teacher kl", ".3f"),
     ("actor/pg_clipfrac", "clipped", ".1%"),
     ("rollout/logprob_gap_max", "gap", ".0e"),
     ("actor/grad_norm", "grad", ".3g"),
@@ -109,10 +113,17 @@ class ConsoleLogger:
     """One line a step on standard error, above a progress bar when that is a terminal. NO_COLOR is honoured."""
 
     def __init__(
-        self, total_steps: int, *, done: int = 0, console: Console | None = None, iterations: bool = False
+        self,
+        total_steps: int,
+        *,
+        done: int = 0,
+        console: Console | None = None,
+        iterations: bool = False,
+        print_every: int = 1,
     ) -> None:
-        """iterations: MindSpeed-RL's form of the line, with every value."""
+        """iterations: MindSpeed-RL's form of the line, with every value. print_every: steps from line to line."""
         self._iterations = iterations
+        self._print_every = print_every
         self._console = console or Console(stderr=True)
         self._total = total_steps
         self._progress: Progress | None = None
@@ -129,14 +140,17 @@ class ConsoleLogger:
             self._progress.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Print the step's line and move the bar."""
+        """Print the step's line, when it is its turn, and move the bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+        evaluated = any(name.startswith("eval/") for name in values)
+        if step % self._print_every and step not in (1, self._total) and not evaluated:
+            return
         if self._iterations:
             line = " | ".join([f"iteration: {step} / {self._total}", *(f"{k} : {v:.4g}" for k, v in values.items())])
         else:
             line = f"step {step:>{len(str(self._total))}}/{self._total}  {describe(values)}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -54,7 +54,7 @@ def run(loaded: LoadedConfig[SftRunConfig]) -> dict[str, Any]:
     logger: Logger = SilentLogger()
     if parts.mesh.is_main:
         output.mkdir(parents=True, exist_ok=True)
-        logger = open_loggers(LoggingConfig(), output, total_steps=steps)
+        logger = open_loggers(LoggingConfig(), output, total_steps=steps, print_every=config.train.print_every)
     start = time.perf_counter()
     values: dict[str, float] = {}
     try:

@@ -141,7 +141,13 @@ class Run:
         self._describe(loaded)
         # A run resumed at its very start measures step 0 again.
         first_step = self.done + 1 if self.done else 0
-        self.logger = open_loggers(config.logging, self.output, total_steps=config.train.steps, first_step=first_step)
+        self.logger = open_loggers(
+            config.logging,
+            self.output,
+            total_steps=config.train.steps,
+            first_step=first_step,
+            print_every=config.train.print_every,
+        )
 
     def loop(self, interrupted: list[int]) -> None:
         """Steps until the last one, or until `interrupted` is filled."""

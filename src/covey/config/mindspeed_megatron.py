@@ -63,7 +63,7 @@ MEGATRON: KeyMap = {
     "seq_len": rules.seq_len,
     "train_iters": honour("train.steps", scale=lambda v: int(number(v))),
     "save_interval": honour("checkpoint.every", scale=lambda v: int(number(v))),
-    "log_interval": no_effect("every step is logged"),
+    "log_interval": no_effect("every step is logged; train.print_every thins out the console"),
     "eval_interval": no_effect("upstream has no evaluation in GRPO; here: evaluation.every and data.eval"),
     "eval_iters": no_effect("upstream has no evaluation in GRPO; here: evaluation.every and data.eval"),
     "skip_train": unsupported("evaluation alone: covey evaluate FILE"),

@@ -188,6 +188,8 @@ class TrainConfig(Section):
     """Steps; one step is one rollout and its update."""
     batch_size: PositiveInt = 16
     """Prompts per step, over all devices (P)."""
+    print_every: PositiveInt = 1
+    """Print a line every so many steps, after evaluations and at the end; metrics.jsonl has every step."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Packed tokens per forward and backward; changes memory and speed, not the gradient."""
     logits_chunk_bytes: PositiveInt = 256 * 2**20

@@ -216,7 +216,7 @@ TRL: KeyMap = {
     "chat_template_kwargs": honour("data.chat_template_options"),
     "use_vllm": no_effect("the native engine samples, on the training weights"),
     "report_to": no_effect("set logging.tensorboard, logging.wandb_project or logging.swanlab_project"),
-    "logging_steps": no_effect("every step is logged"),
+    "logging_steps": no_effect("every step is logged; train.print_every thins out the console"),
     "log_completions": built_in("every response is recorded (covey show)"),
     "remove_unused_columns": no_effect("every column reaches the reward functions"),
     "use_bias_correction_kl": honour("algorithm.kl_importance_weighted"),

@@ -37,6 +37,7 @@ model: {path: $start, dtype: float32}
 sft: {data: $data}
 train:
   steps: $steps
+  print_every: 50
   batch_size: 32
   lr: 4e-3
   schedule: linear
@@ -70,6 +71,7 @@ ${code}algorithm:
   advantage: group_norm
 train:
   steps: $steps
+  print_every: 5
   batch_size: 16            # prompts per step
   lr: 3e-4
   warmup_steps: 5

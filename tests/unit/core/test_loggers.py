@@ -74,6 +74,16 @@ def test_without_a_terminal_a_step_is_one_plain_line():
     assert stream.getvalue() == "step   7/100  reward 0.500  length 31.2  entropy 1.000  s 2.00\n"
 
 
+def test_lines_may_be_thinned_out_but_not_the_first_the_last_and_evaluations():
+    stream = io.StringIO()
+    logger = ConsoleLogger(9, console=Console(file=stream, width=80), print_every=4)
+    for step in range(10):
+        logger.write(step, {"grpo/score/mean": 0.5} | ({"eval/reward": 0.25} if step == 6 else {}))
+    logger.close()
+    shown = [line.split("/")[0].removeprefix("step ") for line in stream.getvalue().splitlines()]
+    assert shown == ["0", "1", "4", "6", "8", "9"]
+
+
 @pytest.mark.parametrize("no_color", [False, True])
 def test_terminal_has_a_bar_and_honours_no_color(monkeypatch: pytest.MonkeyPatch, no_color: bool):
     monkeypatch.setenv("TERM", "xterm-256color")
