@@ -11,7 +11,7 @@ from covey.commands.options import Json, print_json
 
 
 def selftest(
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or npu.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="The kind of device, as `device` in a YAML file.")] = "auto",
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the bundle goes.")] = Path("runs/selftest"),
     as_json: Json = False,
 ) -> None:
