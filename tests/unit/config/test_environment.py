@@ -1,4 +1,4 @@
-"""Variables of a run: what wins over what, and the combinations that cannot work, by the documentation's own numbers."""
+"""Variables of a run: what wins over what, and the combinations that cannot work, by the documentation."""
 
 from __future__ import annotations
 
