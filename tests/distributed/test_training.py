@@ -181,8 +181,8 @@ def test_a_pipeline_resumes_bit_for_bit_and_says_what_each_stage_holds(
     assert _metrics(tmp_path / "run") == _metrics(staged)
     facts = json.loads((staged / "run.json").read_text())
     assert facts["Device"]["processes"] == "pp 2 = 2"
-    assert facts["Device"]["stage 0"] == "embedding, layers 0-0"
-    assert facts["Device"]["stage 1"] == "layers 1-1, norm and head"
+    assert facts["Device"]["stage 0"] == "embedding, layer 0"
+    assert facts["Device"]["stage 1"] == "layer 1, norm and head"
 
 
 def _refused(material: Path, output: Path) -> str:

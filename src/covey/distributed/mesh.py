@@ -104,7 +104,7 @@ class Mesh:
         axes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
         axes |= {"cp": self.cp, "tp": self.tp}
         product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
-        of_what = f" of the layers of one of {self.pp} stages" if self.pp > 1 else ""
+        of_what = f" of one of {self.pp} stages" if self.pp > 1 else ""
         return {
             "processes": f"{product} = {self.world}",
             "weights": f"each rank holds 1/{self.dp_shard * self.cp * self.tp}{of_what}; {self.dp_replicate} copies",

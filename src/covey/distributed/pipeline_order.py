@@ -66,9 +66,10 @@ def describe_stages(chunks: Sequence[range], num_ranks: int) -> dict[str, str]:
         return {}
     found = {}
     for rank in range(num_ranks):
-        layers = [f"layers {chunk[0]}-{chunk[-1]}" for chunk in chunks[rank::num_ranks]]
-        ends = ["norm and head"] if rank == num_ranks - 1 else []
-        found[f"stage {rank}"] = ", ".join([*(["embedding"] if rank == 0 else []), *layers, *ends])
+        ends = [(chunk[0], chunk[-1]) for chunk in chunks[rank::num_ranks]]
+        layers = [f"layer {first}" if first == last else f"layers {first}-{last}" for first, last in ends]
+        before, after = ["embedding"] * (rank == 0), ["norm and head"] * (rank == num_ranks - 1)
+        found[f"stage {rank}"] = ", ".join([*before, *layers, *after])
     return found
 
 

@@ -117,5 +117,5 @@ def test_impossible_layers_are_refused_with_the_numbers(
 def test_the_table_names_every_stages_layers() -> None:
     assert describe_stages(layers_of_chunks(7, 2, 2, None), 2) == {
         "stage 0": "embedding, layers 0-1, layers 4-5",
-        "stage 1": "layers 2-3, layers 6-6, norm and head",
+        "stage 1": "layers 2-3, layer 6, norm and head",
     }
