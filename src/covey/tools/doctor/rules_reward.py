@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,6 +17,7 @@ SCORE = "grpo/score/mean"
 SPREAD = "group/zero_variance_share"
 # Over this share of groups without spread, fewer than a third of the sampled tokens teach anything.
 MAX_NO_SPREAD = 0.7
+SOLVED_NO_SPREAD = 0.85  # of a solved task: having little left to learn is what success looks like
 SOLVED, FAILED = 0.9, 0.1  # of the reward's range: nearly all right, nearly all wrong
 # A rise under two standard errors is what chance gives one run in twenty.
 RISE_ERRORS = 2.0
@@ -53,7 +55,7 @@ def constant_reward(view: RunView) -> Seen | None:
 
 def groups_all_right(view: RunView) -> Seen | None:
     """Groups without spread because the task is solved."""
-    return _no_spread(view, lambda level: level >= SOLVED)
+    return _no_spread(view, lambda level: level >= SOLVED, most=SOLVED_NO_SPREAD)
 
 
 def groups_all_wrong(view: RunView) -> Seen | None:
@@ -239,13 +241,13 @@ def rounds_exhausted(view: RunView) -> Seen | None:
     return Seen(text, plots=(dropped.name, filled.name), numbers={"dropped": ratio, "filled": share})
 
 
-def _no_spread(view: RunView, at_level) -> Seen | None:
+def _no_spread(view: RunView, at_level: Callable[[float], bool], *, most: float = MAX_NO_SPREAD) -> Seen | None:
     spread, score = view.series(SPREAD), view.series(SCORE)
     level = view.level(float(score.late.mean())) if len(score) else 0.0
-    if constant_reward(view) or np.median(spread.late) <= MAX_NO_SPREAD or not at_level(level):
+    if constant_reward(view) or np.median(spread.late) <= most or not at_level(level):
         return None
     text = f"{np.median(spread.late):.0%} of the groups, at a mean reward of {score.late.mean():.3f}"
-    step = first_step(spread, spread.values > MAX_NO_SPREAD)
+    step = first_step(spread, spread.values > most)
     return Seen(
         text, step=step, plots=(SPREAD, SCORE), numbers={"share": float(np.median(spread.late)), "level": level}
     )
@@ -261,7 +263,7 @@ def _failures(view: RunView, kind: str, verb: str) -> Seen | None:
     step = first_step(counts, counts.values > MAX_FAILED_SHARE * view.num_responses)
     severity = "failure" if share > FATAL_FAILED_SHARE else "warning"
     return Seen(
-        f"{worst} {verb} on {share:.1%} of the responses", severity, step, (counts.name,), {"share": share, **blame}
+        f"`{worst}` {verb} on {share:.1%} of the responses", severity, step, (counts.name,), {"share": share, **blame}
     )
 
 

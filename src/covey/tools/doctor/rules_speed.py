@@ -17,8 +17,8 @@ LONGER = 1.4
 REWARD_SHARE, DATA_SHARE, SYNC_SHARE, SAVE_SHARE = 0.25, 0.1, 0.2, 0.3  # of the step; they should hide or be short
 IMBALANCE = 0.2
 SLOW_RANK, SAME_RANK = 0.2, 0.8  # behind the mean; share of steps in which it is the same rank
-NOISE = 0.3  # robust deviation of seconds a token; a quiet host stays under 0.1
-STARVED = 0.6  # processor time a second of the step, against the fast steps' of the same run
+SLOW_STEPS, ALIKE = 0.15, 1.25  # share of slow steps; how much slower every large phase is in them
+LARGE_PHASE = 0.1  # of the step's seconds
 TAIL_RATIO, TAIL_SHARE = 6.0, 0.6  # longest over mean response; share of the step that sampling takes
 DEBUG_STEPS = 20
 
@@ -127,20 +127,20 @@ def rollout_tail(view: RunView) -> Seen | None:
 
 
 def host_noise(view: RunView) -> Seen | None:
-    """Steps are slow because the process did not get the processor, or the device slowed down."""
-    whole, cpu = _per_token(view, STEP), _per_token(view, "timing/cpu")
-    if len(cpu) != len(whole) or len(whole) < 8:
+    """Some steps are slow in all their phases: the host or the device gives less, the program is the same."""
+    whole = _per_token(view, STEP)
+    if len(whole) < 8:
         return None
     fast = whole.values <= np.quantile(whole.values, 0.25)
-    rate = cpu.values / whole.values
-    slow = (whole.values > SLOWDOWN * np.median(whole.values[fast])) & (rate < STARVED * np.median(rate[fast]))
-    spread = float(np.median(np.abs(whole.values / np.median(whole.values) - 1)) * 1.48)
-    if slow.mean() < 0.15 or (spread < NOISE and _ratio(whole) < SLOWDOWN):
+    slow = whole.values > SLOWDOWN * np.median(whole.values[fast])
+    ratios = {name: _slower(_per_token(view, name), fast, slow) for name in _large_phases(view)} if slow.any() else {}
+    if slow.mean() < SLOW_STEPS or len(ratios) < 2 or min(ratios.values()) < ALIKE:
         return None
-    text = f"{slow.mean():.0%} of the steps take over {SLOWDOWN:g} x the fast ones' seconds a token, "
-    text += "with the same processor time"
-    step = first_step(whole, slow)
-    return Seen(text, step=step, plots=(STEP, "timing/cpu"), numbers={"share": float(slow.mean()), "spread": spread})
+    cpu = _slower(_per_token(view, "timing/cpu"), fast, slow)
+    text = f"{slow.mean():.0%} of the steps take over {SLOWDOWN:g} x the fast ones' seconds a token in all phases: "
+    text += ", ".join(f"{name} {ratio:.1f} x" for name, ratio in ratios.items()) + f", processor time {cpu:.1f} x"
+    numbers = {"share": float(slow.mean()), "timing/cpu": cpu, **ratios}
+    return Seen(text, step=first_step(whole, slow), plots=(STEP, "timing/cpu"), numbers=numbers)
 
 
 def debug_left_on(view: RunView) -> Seen | None:
@@ -161,6 +161,17 @@ def _per_token(view: RunView, name: str) -> Series:
 
 def _ratio(series: Series) -> float:
     return float(np.median(series.late) / max(float(np.median(series.early)), 1e-12))
+
+
+def _large_phases(view: RunView) -> list[str]:
+    """The phases that take over a tenth of the run each."""
+    names = [f"timing/{name}" for name in PHASES if view.has(f"timing/{name}")]
+    return [name for name in names if _share(view, name.removeprefix("timing/")) > LARGE_PHASE]
+
+
+def _slower(series: Series, fast: np.ndarray, slow: np.ndarray) -> float:
+    """How many times the fast steps' median the slow steps' is."""
+    return float(np.median(series.values[slow]) / max(float(np.median(series.values[fast])), 1e-12))
 
 
 def _share(view: RunView, phase: str) -> float:

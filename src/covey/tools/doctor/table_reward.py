@@ -26,7 +26,7 @@ REWARD = (
         "reward",
         (SPREAD, SCORE),
         3,
-        f"at most {reward.MAX_NO_SPREAD:.0%} of the groups without spread",
+        f"at most {reward.SOLVED_NO_SPREAD:.0%} of the groups without spread",
         "the task is solved: most sampled tokens teach nothing any more",
         "stop here, or add harder prompts: data.curriculum with drop_after, algorithm.max_rounds above 1",
         reward.groups_all_right,

@@ -105,7 +105,7 @@ SPEED = (
         "speed",
         ("timing/cpu", *_TOKENS),
         10,
-        "steps whose seconds follow their processor time",
+        "no slow steps, or slow in one phase only",
         "the process waits: other processes took its cores, or the device runs slower (heat, power)",
         "`top` and `covey doctor` while it is slow; bind cores (taskset, CPU_AFFINITY_CONF); clocks and "
         "temperature of the device",

@@ -1,0 +1,58 @@
+"""What is printed of findings."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+from benchmarks.planted_faults import RUNS
+from rich.console import Console
+
+from covey.findings import Finding
+from covey.tools.doctor.evidence import Series
+from covey.tools.doctor.report import as_json, passed, print_findings, sparkline
+from covey.tools.doctor.run import diagnose
+
+WARNING = Finding("shm", "warning", "64 MB", "16 GiB", "SIGBUS", "--shm-size=16g", {"total_bytes": np.int64(5)})
+FAILURE = Finding("x", "failure", "a", "b", "c", "d", {"gap": math.nan, "list": (1.0, np.float64(2.0))})
+
+
+def printed(findings, view=None) -> str:
+    out = io.StringIO()
+    print_findings(findings, view=view, console=Console(file=out, width=60, highlight=False))
+    return out.getvalue()
+
+
+def test_warnings_pass_and_failures_do_not():
+    assert passed([WARNING])
+    assert not passed([WARNING, FAILURE])
+
+
+def test_json_has_no_numbers_that_json_has_no_word_for():
+    result = json.loads(json.dumps(as_json([WARNING, FAILURE]), allow_nan=False))
+    assert result["pass"] is False
+    assert result["findings"][0]["evidence"] == {"total_bytes": 5}
+    assert result["findings"][1]["evidence"] == {"gap": None, "list": [1.0, 2.0]}
+
+
+def test_text_names_found_expected_why_and_fix_and_counts_the_rest():
+    skipped = Finding("cann", "skipped", "does not apply: no NPU", "", "", "")
+    text = printed([WARNING, Finding("disk", "ok", "90 GiB", "", "", ""), skipped])
+    for part in ("64 MB", "16 GiB", "SIGBUS", "--shm-size=16g", "disk", "1 warnings", "1 do not apply (cann)"):
+        assert part in text
+
+
+def test_sparkline_has_lowest_and_highest_block_at_its_ends():
+    line = sparkline(Series("x", np.array([1, 2, 3]), np.array([0.0, 0.5, 1.0])))
+    assert line == "▁▅█  0 .. 1, steps 1 to 3"
+
+
+def test_a_run_shows_the_metrics_of_a_finding(tmp_path: Path):
+    RUNS["collapse"].make(tmp_path / "run")
+    view, findings = diagnose(tmp_path / "run")
+    text = printed(findings, view)
+    assert "grpo/score/mean" in text
+    assert "steps 1 to 40" in text
