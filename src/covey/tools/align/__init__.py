@@ -1,0 +1,1 @@
+"""Do two devices, engines or versions compute the same numbers, and if not, where does it begin: docs/alignment.md."""
