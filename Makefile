@@ -4,13 +4,17 @@ BIN := .venv/bin
 # One thread per process: the tests' tensors are tiny, and `-n` runs several processes.
 TEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q
 
-.PHONY: quickstart test check bench install format docs clean
+.PHONY: quickstart test test-npu-schema check bench install format docs clean
 
 quickstart: .venv/.installed
 	$(BIN)/covey quickstart
 
 test: .venv/.installed
 	$(TEST) -n 2
+
+# Every call of torch_npu against the real package, in an environment of its own.
+test-npu-schema: .venv-npu/.installed
+	OMP_NUM_THREADS=1 .venv-npu/bin/pytest -q tests/npu_schema
 
 check: .venv/.installed
 	$(BIN)/ruff check .
@@ -30,6 +34,11 @@ install: .venv/.installed
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
+.venv-npu/.installed: pyproject.toml constraints.txt
+	test -x .venv-npu/bin/python || $(PYTHON) -m venv .venv-npu
+	.venv-npu/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[npu]' torch-npu==2.13.0 pytest
+	touch $@
+
 format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -39,4 +48,4 @@ docs: .venv/.installed
 	$(BIN)/python -m covey.metrics > docs/metrics.md
 
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv .venv-npu build dist src/*.egg-info

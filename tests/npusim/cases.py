@@ -26,7 +26,6 @@ SHORT = [
     "rollout.max_response_length=12",
     "rollout.num_samples=4",
     "train.batch_size=4",
-    "train.lr=1e-3",
     "train.warmup_steps=1",
     "algorithm.kl_coef=0.05",
     "evaluation.num_samples=1",
@@ -82,7 +81,7 @@ def two_steps(kind: str, sizes: dict[str, Any], options: dict[str, Any]) -> dict
             step,
             AlgorithmConfig(epochs=2, mini_batch_size=2, kl_coef=0.1),
             optimizer=optimizer,
-            lr=lambda i: 1e-3,
+            lr=lambda i: 3e-4,
             max_response_length=32,
         )
         norms.append(stats.values["actor/grad_norm"])
@@ -123,7 +122,7 @@ def collectives() -> dict[str, Any]:
     dist.init_process_group("cpu:gloo,npu:hccl")
 
     def reduced(values: list[float], dtype: torch.dtype, op: Any) -> Any:
-        x = torch.tensor(values, dtype=dtype, device="npu") * (rank + 1)
+        x = (torch.tensor(values, dtype=dtype) * (rank + 1)).to("npu")
         dist.all_reduce(x, op=op)
         return x.tolist()
 
@@ -139,8 +138,8 @@ def collectives() -> dict[str, Any]:
         "host tensor over gloo": reduced_on_host(rank),
     }
     gathered = torch.empty(4, dtype=torch.float64, device="npu")
-    dist.all_gather_into_tensor(gathered, torch.full((2,), float(rank), dtype=torch.float64, device="npu"))
-    found["gathered fp64"] = gathered.tolist()
+    dist.all_gather_into_tensor(gathered, torch.full((2,), float(rank), dtype=torch.float64).to("npu"))
+    found["gathered fp64"] = gathered.cpu().tolist()
     dist.destroy_process_group()
     return found
 
