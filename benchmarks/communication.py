@@ -175,28 +175,28 @@ def _config(options: dict[str, Any]) -> Config:
 
 
 def _axes(mesh: meshes.Mesh) -> dict[str, str]:
-    groups = {"fsdp": mesh.fsdp_group, "tp": mesh.tp_group, "cp": mesh.cp_group, "pp": mesh.pp_group}
-    groups |= {"pp back": mesh.pp_falling_group, "replicate": mesh.device_mesh.get_group("dp_replicate")}
-    groups["step"] = mesh.step_group
-    # Of two axes with the same ranks, the collective's kind tells which it was.
-    return {group.group_name: axis for axis, group in groups.items() if group is not None and group.size() > 1}
+    """Axes of every group by its name: one group serves several axes when they have the same ranks."""
+    groups = {"fsdp": mesh.fsdp_group, "tp": mesh.tp_group, "cp": mesh.cp_group}
+    groups["replicate"] = mesh.device_mesh.get_group("dp_replicate")
+    found: dict[str, str] = {}
+    for axis, group in groups.items():
+        if group is not None and group.size() > 1:
+            found[group.group_name] = f"{found.get(group.group_name, '')} {axis}"
+    return found
 
 
 def by_axis(sent: Counter[tuple[str, str]]) -> dict[str, float]:
-    """Counted bytes under the names of the formula."""
+    """Counted bytes under the names of the formula; of axes with the same ranks, the kind of exchange tells which."""
+    of_kind = {
+        "allgather": {"fsdp": "gather weights", "tp": "tensor parallel"},
+        "reduce_scatter": {"fsdp": "reduce gradients", "tp": "tensor parallel"},
+        "allreduce": {"replicate": "sum replicas", "tp": "tensor parallel", "cp": "context parallel"},
+        "alltoall": {"cp": "context parallel"},
+    }
     found: Counter[str] = Counter()
-    for (kind, axis), size in sent.items():
-        names = {
-            ("allgather", "fsdp"): "gather weights",
-            ("reduce_scatter", "fsdp"): "reduce gradients",
-            ("allreduce", "replicate"): "sum replicas",
-        }
-        inside = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "pp back": "pipeline"}
-        if axis in ("pp", "pp back") and kind != "send":
-            name = "small"
-        else:
-            name = names.get((kind, axis)) or inside.get(axis, "small")
-        found[name] += size
+    for (kind, axes), size in sent.items():
+        names = [name for axis, name in of_kind.get(kind, {}).items() if axis in axes.split()]
+        found["pipeline" if kind == "send" else (names or ["small"])[0]] += size
     return dict(found)
 
 

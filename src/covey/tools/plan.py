@@ -100,13 +100,20 @@ def print_plan(result: dict[str, Any], *, limit: int = 12) -> None:
     reasons = Table(title="Layouts that do not", box=None, title_justify="left")
     for name in ("layout", "why"):
         reasons.add_column(name)
-    rows = [(_name(row), row["reason"]) for row in [*result["too_large"], *result["not_allowed"]]]
-    for name, reason in rows[: 2 * limit]:
-        reasons.add_row(name, reason)
-    if len(rows) > 2 * limit:
-        reasons.add_row(f"and {len(rows) - 2 * limit} more", "--json lists them")
-    if rows:
+    for row in result["too_large"]:
+        reasons.add_row(_name(row), row["reason"])
+    for reason, names in _by_reason(result["not_allowed"]).items():
+        reasons.add_row("\n".join(names), reason)
+    if reasons.row_count:
         console.print(reasons)
+
+
+def _by_reason(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Names of the layouts by the first clause of what speaks against them."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["reason"].partition(";")[0], []).append(_name(row))
+    return found
 
 
 def _degrees(devices: int) -> Iterator[dict[str, int]]:

@@ -84,10 +84,11 @@ def test_layouts_are_ranked_and_fit(model: Path) -> None:
 
 
 def test_little_memory_leaves_the_layouts_that_cut_most_and_turns_on_what_saves(model: Path) -> None:
-    much, little = _plan(model), _plan(model, memory=6 * GIB)
+    much, little = _plan(model), _plan(model, memory=4 * GIB)
     assert 0 < len(little["layouts"]) < len(much["layouts"])
-    assert all(row["gradient_checkpointing"] for row in little["layouts"])
-    assert not much["layouts"][0]["gradient_checkpointing"]
+    best = [result["layouts"][0] for result in (much, little)]
+    assert _layout(best[0]) == _layout(best[1])
+    assert [row["gradient_checkpointing"] for row in best] == [False, True]
     reason = little["too_large"][0]["reason"]
     assert "usable" in reason and "largest part" in reason
     assert _plan(model, memory=GIB // 2)["layouts"] == []
