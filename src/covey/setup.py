@@ -97,12 +97,8 @@ def load_parts(
         debug=debug,
     )
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
-    # Trained pieces are fp32 masters.
-    masters = device.dtype if mesh.world == 1 else torch.float32
-    network = _load_network(model, device, device.dtype if lora else masters, fill_later=mesh.world > 1)
+    network = _load_network(model, lora, device, sharded=mesh.world > 1, seed=seed)
     check_vocabulary(network, tokenizer)
-    if lora is not None:
-        attach_adapter(network, lora, model, seed=seed, dtype=masters, device=device.torch_device)
     if model.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     limits = ForwardLimits(train.max_tokens_per_micro_batch, train.logits_chunk_bytes)
@@ -124,16 +120,22 @@ def load_parts(
     return Parts(device, tokenizer, policy, mesh, kernels_of(network), debug=debug)
 
 
-def _load_network(model: ModelConfig, device: devices.Device, dtype: torch.dtype, *, fill_later: bool) -> Any:
-    return load_model(
+def _load_network(
+    model: ModelConfig, lora: LoraConfig | None, device: devices.Device, *, sharded: bool, seed: int
+) -> Any:
+    trained = torch.float32 if sharded else device.dtype  # pieces are fp32 masters
+    network = load_model(
         model.path,
-        dtype=dtype,
+        dtype=trained if lora is None else device.dtype,
         device=device.torch_device,
         compute_dtype=device.dtype,
         reference_kernels=model.kernels == "reference",
         trust_remote_code=model.trust_remote_code,
-        fill_later=fill_later,
+        fill_later=sharded,
     )
+    if lora is not None:
+        attach_adapter(network, lora, model, seed=seed, dtype=trained, device=device.torch_device)
+    return network
 
 
 def _start_debugging() -> None:

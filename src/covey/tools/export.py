@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from covey.checkpoint import complete, read_weights
 from covey.models.adapters import (
