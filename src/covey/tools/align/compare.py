@@ -197,7 +197,8 @@ def _gradients(pair: Pair, profile: Profile) -> Iterator[Rung]:
         passed = found.finite or not a[name]["grad_norm"]
         passed &= apart <= profile.gradient * max(float(x.double().norm()), floor * share)
         passed &= norm_gap <= profile.gradient * max(a[name]["grad_norm"], floor)
-        yield Rung("gradients", name, bool(passed), found, profile.gradient)
+        note = "" if len(x) else "no row in both bundles: norms compared only"
+        yield Rung("gradients", name, bool(passed), found, profile.gradient, note)
     found = measure(torch.tensor(totals[0]), torch.tensor(totals[1]))
     passed = abs(totals[1] - totals[0]) <= profile.gradient * totals[0]
     note = f"{totals[0]:.6g} in A, {totals[1]:.6g} in B"
@@ -210,13 +211,14 @@ def _update(pair: Pair, profile: Profile) -> Rung:
     parts = [[], []]
     for name in names:
         x, y = (_kept_rows(bundle, other, "update", name) for bundle, other in ((pair.a, pair.b), (pair.b, pair.a)))
-        if x.shape == y.shape:
+        if x.shape == y.shape and len(x):
             parts[0].append(x.flatten())
             parts[1].append(y.flatten())
     found = measure(*(torch.cat(part) if part else torch.zeros(0) for part in parts))
     equal = sum(a[name]["after"]["sha256"] == b[name]["after"]["sha256"] for name in names)
     passed = 1 - found.cosine <= profile.update and abs(found.norm_ratio - 1) <= profile.update
-    note = f"{equal} of {len(names)} weights have equal bits afterwards; tolerance of 1 - cosine"
+    rows = "tolerance of 1 - cosine" if parts[0] else "no row in both bundles"
+    note = f"{equal} of {len(names)} weights have equal bits afterwards; {rows}"
     return Rung("update", "moved weights", passed, found, profile.update, note)
 
 

@@ -31,10 +31,12 @@ class Measure:
 
 def measure(a: Tensor, b: Tensor) -> Measure:
     """Of two tensors of one shape; rows are along the first axis. Two zeros are equal."""
+    if not a.numel():
+        return Measure(1.0, 0.0, 0.0, 1.0)
     x, y = a.double().reshape(len(a), -1) if a.dim() else a.double().reshape(1, 1), b.double()
     y = y.reshape(x.shape)
     apart, size, other = float((y - x).norm()), float(x.norm()), float(y.norm())
-    if not x.numel() or (apart == 0 and size == 0):
+    if apart == 0 and size == 0:
         return Measure(1.0, 0.0, 0.0, 1.0)
     cosine = min(1.0, float((x * y).sum()) / (size * other)) if size * other else 0.0
     typical = size / math.sqrt(len(x))
