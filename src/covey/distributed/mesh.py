@@ -104,10 +104,11 @@ class Mesh:
         axes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
         axes |= {"cp": self.cp, "tp": self.tp}
         product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
-        of_what = f" of one of {self.pp} stages" if self.pp > 1 else ""
+        parts = self.dp_shard * self.cp * self.tp
+        held = f"1/{parts}" if self.pp == 1 else f"1/{parts} of its stage" if parts > 1 else "its stage"
         return {
             "processes": f"{product} = {self.world}",
-            "weights": f"each rank holds 1/{self.dp_shard * self.cp * self.tp}{of_what}; {self.dp_replicate} copies",
+            "weights": f"each rank holds {held}; {self.dp_replicate} copies",
             "rollout": f"the prompts in {self.num_data} parts"
             + (f", each on {self.tp} tensor-parallel ranks" if self.tp > 1 else ""),
         }

@@ -21,6 +21,7 @@ from covey.credit import check_advantage
 from covey.data.load import is_preprocessed
 from covey.distributed.mesh import Mesh, is_main_process, resolve_degrees, world_size
 from covey.distributed.pipeline_order import describe_stages, layers_of_chunks
+from covey.memory import head_dim, memory_per_rank, peak_bytes
 from covey.models.architectures import architecture, layers_of
 from covey.models.fused import attention_backend
 from covey.models.load import FAMILIES, check_vocabulary, load_skeleton, load_tokenizer, stop_ids
@@ -30,7 +31,6 @@ from covey.rewards.base import split_name
 from covey.rewards.runner import Scorer
 from covey.rollout.reward_model import NAME as REWARD_MODEL
 from covey.setup import Prompts, attach_adapter, check_tasks, load_prompts
-from covey.memory import head_dim, memory_per_rank, peak_bytes
 
 T = TypeVar("T")
 
@@ -126,7 +126,8 @@ class _Report:
         try:
             return check()
         except (ValueError, OSError) as error:
-            self.problems.append(str(error))
+            if str(error) not in self.problems:  # several checks may need what one of them found impossible
+                self.problems.append(str(error))
             return None
 
 

@@ -177,14 +177,17 @@ def test_upstreams_files_on_the_devices_they_are_made_for(
         data = yaml.safe_load(path.read_text())
         devices = data["rl_config"]["actor_resource"]["num_npus"] if "rl_config" in data else 1
         monkeypatch.setenv("WORLD_SIZE", str(devices))
-        given = [f"model.path={model}", "model.dtype=bfloat16"]
+        given = [f"model.path={model}", "model.dtype=bfloat16", "data.train=nowhere/rows.jsonl"]
         report = check_file(path, given)
         if report.loaded is None:
             continue
         result = dry_run(report.loaded)
         assert result["problems"] == [], path.name
-        tp = data["actor_config"]["tensor_model_parallel_size"]  # the file with context parallelism asks for a ring
-        assert result["facts"]["Device"]["processes"] == f"dp_shard {devices // tp} x tp {tp} = {devices}"
+        # The file with context parallelism asks for a ring.
+        pp, tp = (data["actor_config"][f"{axis}_model_parallel_size"] for axis in ("pipeline", "tensor"))
+        axes = {"pp": pp, "dp_shard": devices // (pp * tp), "tp": tp}
+        product = " x ".join(f"{axis} {degree}" for axis, degree in axes.items() if degree > 1)
+        assert result["facts"]["Device"]["processes"] == f"{product} = {devices}"
         ran += 1
     assert ran >= 6
 
