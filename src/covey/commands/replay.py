@@ -19,7 +19,9 @@ def replay(
     only_rollout: Annotated[
         bool, typer.Option("--only-rollout", help="Sample and score again; no update of the step itself.")
     ] = False,
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda or npu instead of the run's.")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Another device than the run's, as the key `device`.")
+    ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:

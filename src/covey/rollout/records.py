@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from covey.rewards.scores import Scores
 from covey.types import Group, Prompt, Response
 
 _FORMAT = 2
@@ -83,6 +84,18 @@ class Records:
     parts: dict[str, np.ndarray]  # reward function -> its scores before the weight; NaN: not scored by it
     advantages: np.ndarray
     trained: Trained | None = None  # None: an evaluation, or a file of format 1
+
+    def scores(self) -> Scores:
+        """What the scorer gave, for an update from the records; failures are not counted again."""
+        assert self.trained is not None
+        return Scores(
+            self.rewards,
+            parts=self.parts,
+            weights=self.trained.weights,
+            counts={"errors": 0, "timeouts": 0, "none": 0},
+            tasks=self.trained.tasks,
+            ranges=self.trained.ranges,
+        )
 
 
 def records_path(output_dir: str | Path, step: int) -> Path:

@@ -18,12 +18,11 @@ import torch
 
 from covey.checkpoint import Checkpoints, complete
 from covey.config.load import load_config
-from covey.config.schema import Config, ParallelConfig
+from covey.config.schema import Config, ParallelConfig, RewardConfig, RewardEntry
 from covey.distributed import mesh as meshes
 from covey.learner import Learner, make_learner
 from covey.loggers import read_metrics
 from covey.rewards.runner import Scorer
-from covey.rewards.scores import Scores
 from covey.rollout.records import Records, Trained, read_records, recorded_steps, records_path
 from covey.setup import (
     Parts,
@@ -119,7 +118,7 @@ def _replay(
     checks: list[Check] = []
     for step in range(start + 1, run.step):
         records = run.records(step)
-        batch, stats = learner.learn(records.groups, _scores(records))
+        batch, stats = learner.learn(records.groups, records.scores())
         checks += _checks_of_update(run, records, batch, stats, learner, profile.after(step - start - 1))
     if run.step > start + 1:
         state += f", then steps {start + 1} to {run.step - 1} from their records"
@@ -129,7 +128,7 @@ def _replay(
         checks += _sample_and_score(run, target, parts, scorer, profile, notes)
     metrics: dict[str, float] = {}
     if update:
-        batch, stats = learner.learn(target.groups, _scores(target))
+        batch, stats = learner.learn(target.groups, target.scores())
         checks += _checks_of_update(run, target, batch, stats, learner, profile)
         checks += _compare_checkpoint(run, learner, parts, profile, notes)
         metrics = stats.values
@@ -147,18 +146,30 @@ def _replay(
 
 
 def _for_replay(config: Config, trained: Trained, device: str | None, overrides: list[str]) -> Config:
-    """The run's configuration on one process, in the numbers it was made in, with nothing answered from a cache."""
+    """The run's configuration on one process, in the numbers it was made in, with nothing answered from a cache.
+
+    Time limits of rewards are ten times as long: a busy machine must not look like another reward.
+    """
     model = config.model
     if not any(override.startswith("model.dtype=") for override in overrides):
         model = model.model_copy(update={"dtype": trained.made_on["dtype"]})
     changes: dict[str, Any] = {
         "model": model,
         "parallel": ParallelConfig(),
-        "reward": config.reward.model_copy(update={"cache_path": None, "cache_bytes": 0}),
+        "reward": _patient(config.reward).model_copy(update={"cache_path": None, "cache_bytes": 0}),
     }
     if device is not None:
         changes["device"] = device
     return config.model_copy(update=changes)
+
+
+def _patient(reward: RewardConfig) -> RewardConfig:
+    def entries(given: list[RewardEntry]) -> list[RewardEntry]:
+        return [e.model_copy(update={"timeout_s": 10 * e.timeout_s}) if e.timeout_s else e for e in given]
+
+    tasks = {task: entries(given) for task, given in reward.tasks.items()}
+    limits = {"timeout_s": 10 * reward.timeout_s, "functions": entries(reward.functions), "tasks": tasks}
+    return reward.model_copy(update=limits)
 
 
 def _profile(trained: Trained, parts: Parts) -> tuple[Profile, str]:
@@ -215,7 +226,10 @@ def _sample_and_score(
             f"responses: not sampled again; they were with the weights after optimizer steps {versions}, and the "
             f"restored state is after {parts.policy.optimizer_steps}"
         )
-    return checks + compare_rewards(target, scorer.score(target.groups), profile)
+    scores = scorer.score(target.groups)
+    if failed := {kind: count for kind, count in scores.counts.items() if kind in ("errors", "timeouts") and count}:
+        notes.append(f"rewards: not every response was scored in the replay: {failed}")
+    return checks + compare_rewards(target, scores, profile)
 
 
 def _checks_of_update(
@@ -259,21 +273,6 @@ def _compare_checkpoint(run: _Run, learner: Learner, parts: Parts, profile: Prof
     relative, allowed = apart / size, profile.weights
     count = sum(m.numel() for m in mine)
     return [Check(run.step, "weights", f"checkpoint {path.name}", relative <= allowed, relative, allowed, count)]
-
-
-def _scores(records: Records) -> Scores:
-    """The recorded scores as the scorer gave them."""
-    trained = records.trained
-    assert trained is not None
-    counts = {"errors": 0, "timeouts": 0, "none": 0}
-    return Scores(
-        records.rewards,
-        parts=records.parts,
-        weights=trained.weights,
-        counts=counts,
-        tasks=trained.tasks,
-        ranges=trained.ranges,
-    )
 
 
 def _silent_scorer(config: Config) -> Scorer:

@@ -76,6 +76,10 @@ def test_what_the_update_added_is_read_back_exactly(tmp_path: Path):
     assert found.old_logprobs is not None and found.old_logprobs.dtype == np.float32
     np.testing.assert_array_equal(found.old_logprobs, wanted.old_logprobs)
     assert found.ref_logprobs is None
+    scores = read_records(tmp_path / "rollouts" / "step-000012.parquet").scores()
+    np.testing.assert_array_equal(scores.total, step_of_two_groups()["rewards"])
+    np.testing.assert_array_equal(scores.weights["a.py:fn"], [0.0, -2.0])
+    assert (scores.tasks, scores.ranges) == (wanted.tasks, wanted.ranges)
     for name in ("tasks", "ranges", "checksum", "made_on"):
         assert getattr(found, name) == getattr(wanted, name), name
 
