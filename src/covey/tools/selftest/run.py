@@ -34,7 +34,7 @@ from covey.tools.selftest import numbers, speed
 from covey.tools.selftest.score import distinct_characters
 
 MARKER = "SELFTEST"
-_PACKAGES = ("covey", "torch", "torch_npu", "transformers", "vllm", "vllm_ascend", "flash_attn", "numpy")
+_PACKAGES = re.compile(r"^(covey|torch.*|transformers|vllm.*|flash.attn|numpy)$")
 _VARIABLES = re.compile(r"^(HCCL|ASCEND|TORCH|PYTORCH|NPU|TASK_QUEUE|CUDA|NCCL|OMP|CPU_AFFINITY|LCCL|INF_NAN)")
 
 
@@ -143,13 +143,9 @@ def check_training(device: Device, out: Path) -> Finding:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """Installed packages that numbers depend on."""
+    found = {str(d.metadata["Name"]): d.version for d in metadata.distributions()}
+    return {name: version for name, version in sorted(found.items()) if _PACKAGES.match(name)}
 
 
 def _clear(out: Path) -> None:
