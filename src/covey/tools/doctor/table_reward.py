@@ -62,7 +62,7 @@ REWARD = (
         f"a rise over {reward.RISE_ERRORS:g} standard errors, or a reward near its top",
         "the run spends compute and learns nothing that the noise does not hide",
         "check the reward's range and spread first (`covey show RUN`); then train.lr x 3, rollout.num_samples x 2, "
-        "clip 0.1 to 0.3; a value function there is none to check in GRPO",
+        "clip range 0.1 to 0.3 (GRPO has no value function to look at)",
         reward.reward_flat,
     ),
     Rule(
@@ -177,7 +177,7 @@ REWARD = (
         1,
         f"at most {reward.DUPLICATES:.0%} equal prompts within a step",
         "a prompt that is there twice counts twice, and held-out rows may be among the training rows",
-        "remove equal rows from the data; `covey data` counts them",
+        "remove equal rows from the data: `covey preprocess` with drop_duplicates: true",
         reward.duplicate_prompts,
     ),
     Rule(
