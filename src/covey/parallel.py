@@ -112,6 +112,8 @@ class ParallelModel:
     def move(self, device: torch.device) -> None:
         """Move this rank's weights to another memory; they must be back on the mesh's device when the model runs."""
         self._scoring.to(device)
+        if self._sharding is None:
+            self.model.tie_weights()  # as after loading: not every device's `to` keeps tied weights one
 
     def watch(self) -> None:
         """Debug mode: raise at the first module whose output is not finite."""

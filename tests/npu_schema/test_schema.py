@@ -15,7 +15,7 @@ if find_spec("torch_npu") is None:
     pytest.skip("torch_npu is not installed here: make test-npu-schema", allow_module_level=True)
 
 import torch
-import torch_npu
+import torch_npu  # pyright: ignore[reportMissingImports]
 from tests.npusim import torch_npu_twin
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
