@@ -82,9 +82,7 @@ def capture(
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="Bundle to compare with.", show_default=False)],
     b: Annotated[Path, typer.Argument(metavar="B", help="Bundle to judge.", show_default=False)],
-    profile: Annotated[
-        str, typer.Option("--profile", help="Tolerances: fp32, bf16, or one of docs/alignment.md.")
-    ] = "fp32",
+    profile: Annotated[str, typer.Option("--profile", help="Tolerances: fp32, bf16; docs/alignment.md.")] = "fp32",
     everything: Annotated[bool, typer.Option("--all", help="Show every comparison, not each rung's worst.")] = False,
     plot: Plot = None,
     as_json: Json = False,

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from covey.config.schema import Config
-from covey.models.architectures import layers_of
 from covey.models.attention import PackedPlan
 from covey.setup import Parts
 from covey.tools import tiny
@@ -155,11 +154,11 @@ FAULTS = (
     Fault("files: q_proj of layer 1 transposed", "layer 1", _Q, "transposed weight",
           files=plants.edit_weights(plants.transpose)),
     Fault("kernel: q_proj of layer 1 read the other way round", "layer 1", _Q, "wrong weight",
-          around=plants.forwards(lambda m: iter([layers_of(m)[1].self_attn.q_proj]), plants.turned)),
+          around=plants.forwards(lambda m: iter([m.base_model.layers[1].self_attn.q_proj]), plants.turned)),
     Fault("files: k_proj of layer 0 without bias", "layer 0", _K, "dropped bias",
           files=plants.edit_weights(plants.zero_bias)),
     Fault("kernel: k_proj of layer 1 forgets its bias", "layer 1", _K, "dropped bias",
-          around=plants.forwards(lambda m: iter([layers_of(m)[1].self_attn.k_proj]), plants.without_bias)),
+          around=plants.forwards(lambda m: iter([m.base_model.layers[1].self_attn.k_proj]), plants.without_bias)),
     Fault("files: the two norms of layer 1 exchanged", "layer 1", _NORM, "wrong weight",
           files=plants.edit_weights(plants.swap_norms)),
     Fault("kernel: attention scale 1.0", "layer 0", _CORE, "attention scale",

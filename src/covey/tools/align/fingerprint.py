@@ -29,8 +29,8 @@ def fingerprint(weight: Tensor) -> dict[str, Any]:
     for start in range(0, height, _ROWS):
         part = matrix[start : start + _ROWS]
         half = part.to(torch.bfloat16)
-        exact.update(part.view(torch.uint8).numpy())
-        rounded.update(half.view(torch.uint8).numpy())
+        exact.update(part.view(torch.uint8).numpy().data)
+        rounded.update(half.view(torch.uint8).numpy().data)
         bits += int(half.view(torch.int16).sum(dtype=torch.int64))
         double = part.double()
         square += float(double.square().sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Heads:
             scores = scores.masked_fill(torch.ones(n, n).triu(2).bool(), -math.inf)
         return (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1)
 
-    def hypotheses(self) -> Iterator[tuple[str, dict[str, str]]]:
+    def hypotheses(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """What may have gone wrong besides the scale, with the options of `run`."""
         yield "mask: B's outputs see all later tokens (no causal mask)", {"mask": "none"}
         yield "mask: B's outputs see one token ahead (the mask is shifted by one)", {"mask": "ahead"}

