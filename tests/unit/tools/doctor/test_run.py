@@ -11,6 +11,7 @@ from benchmarks.made_runs import make_run
 from benchmarks.planted_faults import RUNS
 from benchmarks.planted_runs import verdict
 
+from covey.tools.doctor.evidence import read_run
 from covey.tools.doctor.rules import RULES
 from covey.tools.doctor.run import diagnose, rules_page
 
@@ -40,6 +41,11 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_doctor_names_the_fault_of_a_trained_run(name: str, material: Path):
     right, spoke = verdict(RUNS[name], material / name)
     assert right, [f"{finding.rule}: {finding.found}" for finding in spoke]
+    view = read_run(material / name)
+    assert view.has("timing/data", "timing/cpu", "memory/start_bytes", "memory/rollout_bytes", "memory/update_bytes")
+    for line in view.steps:
+        assert 0 < line["memory/start_bytes"] <= line["memory/peak_bytes"] < line["memory/limit_bytes"]
+        assert max(line["memory/rollout_bytes"], line["memory/update_bytes"]) <= line["memory/peak_bytes"]
 
 
 def test_findings_carry_step_numbers_metrics_and_remedy(tmp_path: Path):
