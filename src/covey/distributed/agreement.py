@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from covey.distributed.mesh import ProcessGroup
@@ -39,7 +41,7 @@ def agree(operation: str, tensor: Tensor | None, group: ProcessGroup, *, what: s
 def start_checking(store: Any, *, rank: int, timeout_s: float) -> None:
     """Check every exchange of this process from now on, over `store` (torch.distributed.Store of all processes)."""
     global _checker
-    _checker = _Checker(dist.PrefixStore("covey_debug", store), rank, timeout_s)
+    _checker = _Checker(PrefixStore("covey_debug", store), rank, timeout_s)
 
 
 def stop_checking() -> None:
@@ -109,5 +111,5 @@ _checker: _Checker | None = None
 
 def make_store(timeout_s: float) -> tuple[Any, int, int]:
     """(store, rank, world size) of the processes that torchrun started."""
-    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     return store, rank, world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_shortened_fp32_products_are_found(make):
 
 def test_a_norm_with_another_epsilon_is_found(place, make, edit_json):
     """The seed's second problem: 1e-6 on one device, 1e-7 on the other."""
-    network = load_model(str(place / "model"), dtype=torch.float32, device=torch.device("cpu"))
+    network: Any = load_model(str(place / "model"), dtype=torch.float32, device=torch.device("cpu"))
     assert check_norm_eps(replace(make(), network=network)).severity == "ok"
     network.get_submodule("model.layers.1.input_layernorm").variance_epsilon = 1e-7
     found = check_norm_eps(replace(make(), network=network))
@@ -148,7 +149,7 @@ def test_a_reference_of_another_family_is_found(sound, place, make, edit_json, c
 
 
 def test_rotary_frequencies_other_than_of_the_base_are_found(place, make):
-    network = load_model(str(place / "model"), dtype=torch.float32, device=torch.device("cpu"))
+    network: Any = load_model(str(place / "model"), dtype=torch.float32, device=torch.device("cpu"))
     assert check_rope(replace(make(), network=network)).severity == "ok"
     rotary = network.get_submodule("model.rotary_emb")
     rotary.inv_freq[3] *= 1.01

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
@@ -114,10 +114,10 @@ def test_half_a_step_can_be_replayed(runs: dict[str, Path]) -> None:
     assert {check["rung"] for check in sampled["checks"] if check["step"] == 3} == {"responses", "rewards"}
 
 
-def _edit(path: Path, column: str, change: Any) -> None:
+def _edit(path: Path, column: str, change: Callable[[list[Any]], list[Any]]) -> None:
     table = pq.read_table(path)
     index = table.column_names.index(column)
-    edited = pa.chunked_array([change(table.column(column).combine_chunks())]).cast(table.schema.field(index).type)
+    edited = pa.array(change(table[column].to_pylist()), type=table.schema.field(index).type)
     pq.write_table(table.set_column(index, table.schema.field(index), edited), path)
 
 
@@ -128,26 +128,26 @@ def _first(result: dict[str, Any]) -> tuple[int, str, str]:
 
 
 def test_an_edited_reward_is_found(copy: Path) -> None:
-    _edit(records_path(copy, 3), "reward", lambda column: pc.add(column, 0.125))
+    _edit(records_path(copy, 3), "reward", lambda values: [v + 0.125 for v in values])
     assert _first(replay(copy, 3)) == (3, "rewards", "total")
     # Without scoring it shows where it was used: the recorded advantages are of the true rewards.
-    _edit(records_path(copy, 5), "reward", lambda column: pc.multiply(column, column))
+    _edit(records_path(copy, 5), "reward", lambda values: [v * v for v in values])
     assert _first(replay(copy, 5, rollout=False)) == (5, "advantages", "advantages")
 
 
 def test_an_edited_part_of_a_reward_is_found(copy: Path) -> None:
-    _edit(records_path(copy, 3), "score/math", lambda column: pc.add(column, 1.0))
+    _edit(records_path(copy, 3), "score/math", lambda values: [v + 1.0 for v in values])
     assert _first(replay(copy, 3)) == (3, "rewards", "math")
 
 
 def test_an_edited_response_is_found(copy: Path) -> None:
-    _edit(records_path(copy, 3), "response_ids", lambda column: pa.array([row[::-1] for row in column.to_pylist()]))
+    _edit(records_path(copy, 3), "response_ids", lambda values: [row[::-1] for row in values])
     assert _first(replay(copy, 3)) == (3, "responses", "share of responses that differ")
     assert _first(replay(copy, 3, rollout=False))[:2] == (3, "logprobs")
 
 
 def test_an_edited_record_between_checkpoint_and_step_is_found_there(copy: Path) -> None:
-    _edit(records_path(copy, 3), "reward", lambda column: pc.multiply(column, column))
+    _edit(records_path(copy, 3), "reward", lambda values: [v * v for v in values])
     assert _first(replay(copy, 4, rollout=False))[:2] == (3, "advantages")
 
 
