@@ -40,11 +40,13 @@ class BuiltIn:
     settings: tuple[str, ...] = ()  # settings of the run that become options unless the entry gives them
     timeout_s: float | None = None  # time limit per response when the entry gives none, instead of reward.timeout_s
     cache: bool = True  # equal response, row and options have equal scores
+    imports: tuple[str, ...] = ()  # modules that take seconds to import: before the first time limit starts
 
 
+_ALGEBRA = ("math_verify", "sympy")
 REWARDS: dict[str, BuiltIn] = {
-    "math": BuiltIn("covey.rewards.math_answer:math_reward"),
-    "answer": BuiltIn("covey.rewards.math_answer:answer_reward"),
+    "math": BuiltIn("covey.rewards.math_answer:math_reward", imports=_ALGEBRA),
+    "answer": BuiltIn("covey.rewards.math_answer:answer_reward", imports=_ALGEBRA),
     "code": BuiltIn("covey.rewards.code_tests:code_reward", settings=("sandbox",)),
     "judge": BuiltIn("covey.rewards.judge:judge_reward", timeout_s=120.0, cache=False),
     "format": BuiltIn("covey.rewards.rules:format_reward"),
@@ -54,12 +56,12 @@ REWARDS: dict[str, BuiltIn] = {
     "length": BuiltIn("covey.rewards.rules:length_reward", include=("num_tokens",)),
     "repetition": BuiltIn("covey.rewards.rules:repetition_reward", (-1.0, 0.0)),
     # MindSpeed-RL's names
-    "acc": BuiltIn("covey.rewards.mindspeed:acc", (-1.0, 1.0)),
-    "acc_for_ppo": BuiltIn("covey.rewards.mindspeed:acc_for_ppo"),
-    "acc_for_dapo": BuiltIn("covey.rewards.mindspeed:acc_for_dapo", (-1.0, 1.0)),
-    "base_acc": BuiltIn("covey.rewards.mindspeed:base_acc"),
-    "math_17k_acc": BuiltIn("covey.rewards.mindspeed:acc_for_ppo"),
-    "math_verify_reward": BuiltIn("covey.rewards.mindspeed:base_acc"),
+    "acc": BuiltIn("covey.rewards.mindspeed:acc", (-1.0, 1.0), imports=_ALGEBRA),
+    "acc_for_ppo": BuiltIn("covey.rewards.mindspeed:acc_for_ppo", imports=_ALGEBRA),
+    "acc_for_dapo": BuiltIn("covey.rewards.mindspeed:acc_for_dapo", (-1.0, 1.0), imports=_ALGEBRA),
+    "base_acc": BuiltIn("covey.rewards.mindspeed:base_acc", imports=_ALGEBRA),
+    "math_17k_acc": BuiltIn("covey.rewards.mindspeed:acc_for_ppo", imports=_ALGEBRA),
+    "math_verify_reward": BuiltIn("covey.rewards.mindspeed:base_acc", imports=_ALGEBRA),
     "step": BuiltIn("covey.rewards.mindspeed:step"),
     "strict_format": BuiltIn("covey.rewards.mindspeed:strict_format", (-0.5, 1.0)),
 }

@@ -10,6 +10,7 @@ inside one C call, is ended by the pool, which kills the worker a little later.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from covey.rewards.adapters import Adapted, adapt
-from covey.rewards.base import RewardFn, check_score, load_reward
+from covey.rewards.base import REWARDS, RewardFn, check_score, load_reward
 
 Row = dict[str, Any]
 Status = Literal["ok", "none", "error", "timeout"]
@@ -69,6 +70,8 @@ class SoftTimeout(BaseException):
 def load(spec: FunctionSpec) -> Adapted:
     """The function of `spec` in Covey's form; ValueError when it cannot be loaded or refuses its options."""
     adapted = adapt(load_reward(spec.name))
+    for module in REWARDS[spec.name].imports if spec.name in REWARDS else ():
+        importlib.import_module(module)
     if adapted.call.__module__.startswith("covey.rewards.") and adapted.form == "covey":
         try:
             if adapted.is_async:
