@@ -124,7 +124,8 @@ def _update(config: Config, model: Any, mesh: Mesh, size: int, stage: Stage) -> 
     norm = tokens * 8 * text.hidden_size // mesh.cp if stage.last else 0
     gathered = size * (tables + 2 * layer) if sharded else 0
     chunk = min(config.train.logits_chunk_bytes, 4 * tokens * text.vocab_size // tp)
-    head = _head_work(chunk, tp, table, size, full=full, in_place=not sharded and size == 4) if stage.last else 0
+    blocks = 3 if tp > 1 else 2 if config.algorithm.entropy_coef else 1  # of fp32 logits at once
+    head = _head_work(chunk, blocks, table, size, full=full, in_place=not sharded and size == 4) if stage.last else 0
     layer_work = _layer_work(config, model, tp, size) // mesh.cp
     table_gradient = size * table if stage.last and full else 0  # the head's, until the end of backward
     # The last layer's gradient is on its way in fp32, this one's largest matrix has its own.
@@ -201,12 +202,11 @@ def _layer_work(config: Config, model: Any, tp: int, size: int) -> int:
     return tokens * (gradients + again)
 
 
-def _head_work(chunk: int, tp: int, table: int, size: int, *, full: bool, in_place: bool) -> int:
-    """Backward of the head: blocks of logits, its gradient in fp32 and what a chunk adds to it."""
-    logits = (3 if tp > 1 else 2) * chunk + (chunk * size // 4 if size < 4 else 0)
-    if not full:
-        return logits
-    return logits + (4 + size) * table * (0 if in_place else 1)
+def _head_work(chunk: int, blocks: int, table: int, size: int, *, full: bool, in_place: bool) -> int:
+    """The head at its worst: logits and probabilities forward, or its gradient in fp32 and what a chunk adds to it."""
+    rounded = chunk * size // 4 if size < 4 else 0  # a chunk of logits in the numbers of the weights
+    gradient = (4 + size) * table if full and not in_place else 0
+    return rounded + max(2 * chunk, blocks * chunk + gradient)
 
 
 def _under_way(config: Config, mesh: Mesh, stage: Stage) -> float:
