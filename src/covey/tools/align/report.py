@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,11 +16,11 @@ _FLAG = {True: "[green]pass[/green]", False: "[red]FAIL[/red]"}
 def print_comparison(result: dict[str, Any], *, everything: bool = False, console: Console | None = None) -> None:
     """The ladder: of every rung its worst comparison and its first failure; `everything`: every comparison."""
     console = console or Console()
-    table = Table(box=SIMPLE, pad_edge=False)
-    for column in ("rung", "step"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
-    for column in ("", "cosine", "max abs", "rel. L2", "|B|/|A|", "allowed"):
-        table.add_column(column, no_wrap=True, justify="right", min_width=4)
+    table = Table(box=None, pad_edge=False)  # 80 columns have room for all
+    for column, width in (("rung", 10), ("step", 22)):
+        table.add_column(column, no_wrap=True, min_width=width, max_width=None if everything else width)
+    for column, width in (("", 4), ("cosine", 7), ("max abs", 7), ("rel. L2", 7), ("|B|/|A|", 7), ("allowed", 7)):
+        table.add_column(column, no_wrap=True, justify="right", min_width=width)
     rows = _shown(result["rungs"], everything)
     for row in rows:
         numbers = [_number(row[key], form) for key, form in _FORMS.items()]
