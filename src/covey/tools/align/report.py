@@ -16,7 +16,7 @@ _FLAG = {True: "[green]pass[/green]", False: "[red]FAIL[/red]"}
 def print_comparison(result: dict[str, Any], *, everything: bool = False, console: Console | None = None) -> None:
     """The ladder: of every rung its worst comparison and its first failure; `everything`: every comparison."""
     console = console or Console()
-    table = Table(box=None, pad_edge=False)  # 80 columns have room for all
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns have room for all
     for column, width in (("rung", 10), ("step", 22)):
         table.add_column(column, no_wrap=True, min_width=width, max_width=None if everything else width)
     for column, width in (("", 4), ("cosine", 7), ("max abs", 7), ("rel. L2", 7), ("|B|/|A|", 7), ("allowed", 7)):
