@@ -113,7 +113,7 @@ def make_deterministic() -> None:
     The variables that collectives and matrix products need beside it are config/environment.py's.
     """
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over every new tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor
 
 
 # kind: default dtype, torch.distributed back end (objects always travel over gloo)

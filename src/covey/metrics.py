@@ -46,9 +46,7 @@ METRICS: dict[str, Metric] = {
     "timing/rule_reward": Metric(
         "s", "From the first finished group until all are scored; runs beside the rollout.", "max"
     ),
-    "timing/non_overlap_rule_reward": Metric(
-        "s", "Scoring after the rollout's end, which did not hide it.", "max"
-    ),
+    "timing/non_overlap_rule_reward": Metric("s", "Scoring after the rollout's end, which did not hide it.", "max"),
     "timing/adv": Metric("s", "Advantages from rewards.", "max"),
     "timing/old_log_p": Metric(
         "s", "Log-probabilities of the policy that starts the update; 0 when not needed.", "max"

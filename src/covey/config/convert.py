@@ -220,7 +220,12 @@ def _convert(
     if not any(finding.blocking for finding in run.findings):
         notes = [f"{f.place or f.key}: {f.key}: {f.reason}" for f in run.findings if f.differs]
         report.loaded = LoadedConfig(
-            loaded.config, loaded.origins, loaded.source, notes, dialect=dialect, environment=loaded.environment | run.environment
+            loaded.config,
+            loaded.origins,
+            loaded.source,
+            notes,
+            dialect=dialect,
+            environment=loaded.environment | run.environment,
         )
     return report
 

@@ -29,7 +29,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Numbers the weights are kept and computed in; auto: float32 on cpu, bfloat16 on cuda and npu."""
     kernels: Literal["auto", "reference"] = "auto"
-    """auto: the device's fused attention, norm, rotary embedding and SwiGLU, tested at start; reference: plain torch."""
+    """auto: fused attention, norm, rotary embedding and SwiGLU, tested at start; reference: plain torch."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more compute."""
     trust_remote_code: bool = False

@@ -63,7 +63,11 @@ def test_an_equal_update_passes_every_check():
     ("changes", "rung", "name"),
     [
         ({"advantages": np.array([[0.7, -0.7], [0.0, 1e-17]])}, "advantages", "advantages"),
-        ({"logprobs": {"old_logprobs": np.nextafter(OLD, np.float32(0)), "ref_logprobs": None}}, "logprobs", "old_logprobs"),
+        (
+            {"logprobs": {"old_logprobs": np.nextafter(OLD, np.float32(0)), "ref_logprobs": None}},
+            "logprobs",
+            "old_logprobs",
+        ),
         ({"logprobs": {"old_logprobs": OLD[:4], "ref_logprobs": None}}, "logprobs", "old_logprobs"),
         ({"logprobs": {"old_logprobs": OLD, "ref_logprobs": OLD}}, "logprobs", "ref_logprobs"),
         ({"metrics": METRICS | {"actor/loss": math.nextafter(0.5, 1.0)}}, "loss", "actor/loss"),
