@@ -221,7 +221,7 @@ def memory_ours(case: Case, directory: Path) -> dict[str, float]:
     class Stop:
         def step(self, lr: float) -> float:
             memory.stop()
-            return run.optimizer.step(lr)
+            return run.learner.optimizer.step(lr)
 
     memory.start()
     run.policy.update(

@@ -88,7 +88,7 @@ def _memory(config: Config, model: Any, mesh: Mesh, dtype: torch.dtype, teacher:
         "fp32 masters": copies,
         "AdamW moments": 8 * trained // ranks,
         "reference": (size + averaged) * held // ranks if has_reference else 0,
-        "teacher": size * sum(p.numel() for p in teacher.parameters()) // ranks if has_teacher else 0,
+        "teacher": size * sum(p.numel() for p in teacher.parameters()) // ranks if teacher and has_teacher else 0,
         # A rollout runs on whole weights, cut by tensor parallelism only; a step gathers less.
         "gathered for rollout": size * total // mesh.tp if sharded else 0,
         "KV cache (at most)": config.rollout.kv_cache_bytes,

@@ -89,7 +89,7 @@ class Optimizer:
         One read of the weights; equal weights give equal text on every device, and a changed bit another one.
         """
         sums = [master.detach().contiguous().view(torch.int32).sum(dtype=torch.int64) for master in self.masters]
-        host = torch.stack(sums).cpu().numpy() if sums else b""
+        host = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
         return hashlib.sha256(host).hexdigest()[:16]
 
     def moments(self) -> list[dict[str, Tensor]]:

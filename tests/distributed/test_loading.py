@@ -35,7 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _load(directory: Path, families: tuple[str, ...], sizes: dict[str, int]) -> dict[str, Any]:
-    m = meshes.start(communication="gloo", device=cases.CPU, **sizes)
+    m = meshes.start(communication="gloo", device=cases.CPU, **sizes)  # type: ignore[arg-type]
     found = {}
     for family in families:
         network = load_model(str(directory / family), dtype=torch.float32, device=cases.CPU, fill_later=True)
@@ -140,7 +140,8 @@ def test_a_process_never_holds_the_whole_model(tmp_path: Path) -> None:
     )
     small, large = str(tmp_path / "small"), str(tmp_path / "large")
     cases.model("qwen2").save_pretrained(small)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(large, max_shard_size="6MB")
+    large_model: Any = Qwen2ForCausalLM(config)
+    large_model.to(torch.bfloat16).save_pretrained(large, max_shard_size="6MB")
     files = [file.stat().st_size for file in Path(large).glob("*.safetensors")]
     size = 2 * sum(files)  # in fp32
     assert size > 120e6

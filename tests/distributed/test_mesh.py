@@ -11,7 +11,7 @@ from covey.distributed import collectives, mesh
 
 
 def _place(sizes: dict[str, int]) -> dict[str, object]:
-    m = mesh.start(communication="gloo", device=torch.device("cpu"), **sizes)
+    m = mesh.start(communication="gloo", device=torch.device("cpu"), **sizes)  # type: ignore[arg-type]
     ranks = {
         name: dist.get_process_group_ranks(group) if (group := getattr(m, f"{name}_group")) is not None else [m.rank]
         for name in ("world", "step", "cp", "tp", "fsdp", "pp", "pp_ends")

@@ -174,7 +174,7 @@ def test_the_simulated_device_s_twin_has_the_real_signature(name: str) -> None:
 
 def test_what_the_device_table_asks_of_torch_npu_exists() -> None:
     for name in ("set_device", "get_device_name", "synchronize", "max_memory_allocated", "empty_cache", "mem_get_info"):
-        assert callable(getattr(torch.npu, name)), name
+        assert callable(getattr(torch.npu, name)), name  # type: ignore[attr-defined]
     assert torch.distributed.is_backend_available("hccl")
     assert torch.distributed.get_default_backend_for_device("npu") == "hccl"
     resolved = devices.resolve("npu")
@@ -186,7 +186,12 @@ def test_what_the_device_table_asks_of_torch_npu_exists() -> None:
 def test_a_training_pass_runs_on_fake_npu_tensors_through_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_check", lambda *arguments: 0.0)  # which needs numbers
     device = torch.device("npu:0")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model: Any = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_hidden_layers=2, head_dim=32, **sizes))
     with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder:
         for module in model.modules():

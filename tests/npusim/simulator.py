@@ -54,15 +54,15 @@ def build() -> Path:
 def register() -> Any:
     """Make this process have the device; returns the library with its counters."""
     library = _load(build())
-    torch.utils.rename_privateuse1_backend("npu")
+    torch.utils.rename_privateuse1_backend("npu")  # type: ignore[attr-defined]
     library.register_hooks()
     for rule in RULES:
         library.add_rule(rule.op, rule.type_numbers, not rule.allowed, rule.why)
     torch._register_device_module("npu", _NpuModule(library))
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)  # type: ignore[attr-defined]
 
     def hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return library.hccl(dist.ProcessGroupGloo(dist.PrefixStore("hccl", store), rank, size, timeout))
+        return library.hccl(dist.ProcessGroupGloo(dist.PrefixStore("hccl", store), rank, size, timeout))  # type: ignore[attr-defined]
 
     dist.Backend.register_backend("hccl", hccl, devices=["npu"])
     sys.modules["torch_npu"] = torch_npu_twin.module()
@@ -95,7 +95,7 @@ class _Stream(torch.Stream):
         chosen = device or torch.device("npu", torch.npu.current_device())  # type: ignore[attr-defined]
         return super().__new__(cls, device=chosen, priority=priority)
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: Any) -> None:  # type: ignore[override]
         """Nothing runs later than it was asked to."""
 
 

@@ -176,7 +176,7 @@ def _check(
     directions = _random(*(y.shape for y in expected))
     torch.autograd.backward(found, [d.to(dtype).to(device) for d in directions])
     torch.autograd.backward(expected, [d.to(dtype).float() for d in directions])
-    pairs = [("output", f, e) for f, e in zip(found, expected, strict=True)]
+    pairs: list[tuple[str, Any, Any]] = [("output", f, e) for f, e in zip(found, expected, strict=True)]
     pairs += [(f"gradient of input {i}", x.grad, y.grad) for i, (x, y) in enumerate(zip(on_device, exact, strict=True))]
     largest = 0.0
     for what, mine, theirs in pairs:

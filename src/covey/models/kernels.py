@@ -180,8 +180,8 @@ class _FlashLengths:
 def _flash_prepare(
     lens_q: Sequence[int], lens_k: Sequence[int], *, causal: bool, device: torch.device
 ) -> _FlashLengths:
-    starts = [torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device) for lens in (lens_q, lens_k)]
-    return _FlashLengths(*starts, max(lens_q), max(lens_k), causal)
+    queries, keys = (torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device) for lens in (lens_q, lens_k))
+    return _FlashLengths(queries, keys, max(lens_q), max(lens_k), causal)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, lengths: _FlashLengths, scale: float) -> tuple[Tensor, Tensor]:

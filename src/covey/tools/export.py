@@ -45,7 +45,7 @@ def run(
         if given and not has_adapter:
             raise ValueError(f"{option}: {checkpoint} has no adapter, its run trained all weights; leave {option} out")
     config = AutoConfig.from_pretrained(described)
-    written: torch.dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    written: Any = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     found = {"checkpoint": str(checkpoint), "dtype": str(written).removeprefix("torch.")}
     if adapter:

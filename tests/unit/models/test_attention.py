@@ -95,7 +95,8 @@ def test_variable_lengths_are_masked_at_the_bottom_right(causal: bool, reference
         for i in range(num_q):
             sees[row + i, column : column + (num_k - num_q + i + 1 if causal else num_k)] = True
         row, column = row + num_q, column + num_k
-    expected = _dense(*(x.transpose(0, 1) for x in exact), sees, 0.4)
+    dense_q, dense_k, dense_v = (x.transpose(0, 1) for x in exact)
+    expected = _dense(dense_q, dense_k, dense_v, sees, 0.4)
     expected.backward(grad.double())
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     for x, y in zip((q, k, v), exact, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from covey.models.finite import NonFiniteError, watch_gradients, watch_outputs
 
 
-def model() -> Qwen2ForCausalLM:
+def model() -> Any:
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -53,7 +55,7 @@ def test_an_overflow_of_finite_weights_is_told_apart():
 
 
 def test_only_a_named_module_is_checked_alone():
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     watch_outputs(layers, "the whole")
     with torch.no_grad():
         layers[0].weight.fill_(float("inf"))
