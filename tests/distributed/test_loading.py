@@ -73,7 +73,7 @@ def test_pieces_are_those_of_the_model_loaded_whole_bit_for_bit(layout: str, che
 def _load_with_adapter(path: str) -> dict[str, torch.Tensor]:
     m = meshes.start(communication="gloo", device=cases.CPU)
     network = load_model(path, dtype=torch.bfloat16, device=cases.CPU, fill_later=m.world > 1)
-    add_adapter(network, base=path, rank=2, alpha=4, dtype=torch.float32, seed=5)
+    add_adapter(network, base=path, rank=2, alpha=4, dtype=torch.float32, seed=5, device=cases.CPU)
     policy = cases.policy_of(network, m, compute_dtype=torch.bfloat16)
     weights = {name: policy.parallel.whole(name, p.detach()).clone() for name, p in network.named_parameters()}
     meshes.stop()

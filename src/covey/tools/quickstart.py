@@ -77,7 +77,7 @@ train:
   warmup_steps: 5
 evaluation:
   every: $every
-  num_samples: 4
+  num_samples: 2
   pass_threshold: 0.6       # no response reaches it without the right answer
 output_dir: $output
 seed: $seed
