@@ -4,13 +4,20 @@ BIN := .venv/bin
 # One thread per process: the tests' tensors are tiny, and `-n` runs several processes.
 TEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q
 
-.PHONY: quickstart test test-npu-schema check bench install format docs clean
+# Many real runs with planted faults, and simulations of large models: ten minutes of their own.
+EXTENDED := $(addprefix tests/unit/,tools/align/test_faults.py tools/doctor/test_run.py core/test_memory.py \
+	tools/test_traffic.py)
+
+.PHONY: quickstart test test-extended test-npu-schema check bench install format docs clean
 
 quickstart: .venv/.installed
 	$(BIN)/covey quickstart
 
 test: .venv/.installed
-	$(TEST) -n 2
+	$(TEST) -n 2 $(addprefix --ignore=,$(EXTENDED))
+
+test-extended: .venv/.installed
+	$(TEST) -n 2 $(EXTENDED)
 
 # Every call of torch_npu against the real package, in an environment of its own.
 test-npu-schema: .venv-npu/.installed
