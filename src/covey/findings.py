@@ -1,8 +1,10 @@
-"""What a check found: the record that preflight and `covey doctor` share. No torch, no imports of ours."""
+"""What a check found: the record that preflight, doctor and selftest share, and its JSON. No torch, nothing of ours."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Severity = Literal["ok", "warning", "failure", "skipped"]
@@ -23,3 +25,25 @@ class Finding:
     why: str  # why it matters
     fix: str  # what to do; "" when there is nothing to do
     evidence: dict[str, Any] = field(default_factory=dict)
+
+
+def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
+    """{"pass": no failure, "findings": [...]}, with numbers that JSON has a word for."""
+    listed = list(findings)
+    return {"pass": passed(listed), "findings": [plain(asdict(finding)) for finding in listed]}
+
+
+def passed(findings: Iterable[Finding]) -> bool:
+    """Whether nothing failed; warnings pass."""
+    return all(finding.severity != "failure" for finding in findings)
+
+
+def plain(value: Any) -> Any:
+    """What JSON has a word for: the numbers of numpy as Python's, NaN and infinity as None."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

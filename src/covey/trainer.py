@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,7 +33,7 @@ from covey.device import Device
 from covey.distributed import mesh as meshes
 from covey.distributed.collectives import any_true, gather_objects, max_dicts
 from covey.evaluate import evaluate, passes
-from covey.findings import Finding
+from covey.findings import Finding, as_json
 from covey.learner import make_learner
 from covey.loggers import Logger, SilentLogger, open_loggers
 from covey.metrics import summarize
@@ -333,7 +332,7 @@ class Run:
             rewards=self.scorer.ready(),
             stop_tokens={i: self.parts.tokenizer.convert_ids_to_tokens(i) for i in stops},
         )
-        checks = [asdict(finding) for finding in self.findings]
+        checks = as_json(self.findings)["findings"]
         (self.output / "run.json").write_text(
             json.dumps({"source": loaded.source, "started_at_step": self.done, **facts, "Preflight": checks}, indent=2)
             + "\n",

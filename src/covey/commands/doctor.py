@@ -29,7 +29,9 @@ def doctor(
         raise ValueError(f"{run} and --config {config}: give a run or a configuration, not both")
     if overrides and config is None:
         raise ValueError(f"--set {overrides[0]}: has an effect only with --config")
-    from covey.tools.doctor import report
+    from covey.findings import as_json as findings_as_json
+    from covey.findings import passed
+    from covey.tools.doctor.report import print_findings
 
     view = None
     if run is not None:
@@ -45,8 +47,8 @@ def doctor(
 
         findings = examine(Host())
     if as_json:
-        print_json(report.as_json(findings))
+        print_json(findings_as_json(findings))
     else:
-        report.print_findings(findings, view=view)
-    if not report.passed(findings):
+        print_findings(findings, view=view)
+    if not passed(findings):
         raise typer.Exit(1)

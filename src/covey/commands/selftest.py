@@ -20,11 +20,10 @@ def selftest(
     Operations, attention, sampling, repeatability, exchanges between ranks (under torchrun), two steps of GRPO that
     are replayed on the CPU, speed. The bundle in DIR is for comparing and for asking. Exit code 1 when a check fails.
     """
-    from covey.findings import Finding
-    from covey.tools.doctor import report
+    from covey import findings as found
     from covey.tools.selftest import run as tool
 
-    def show(finding: Finding) -> None:
+    def show(finding: found.Finding) -> None:
         typer.echo(f"{finding.severity:<8} {finding.rule:<26} {finding.found}")
         if finding.severity in ("warning", "failure"):
             typer.echo(f"{'':8} expected {finding.expected}; {finding.why}. {finding.fix}")
@@ -33,8 +32,8 @@ def selftest(
         typer.echo(tool.versions_line())
     findings = tool.run(out, kind=device, on_finding=None if as_json else show)
     if as_json:
-        print_json(report.as_json(findings))
+        print_json(found.as_json(findings))
     else:
         typer.echo(f"The bundle is {out}.")
-    if not report.passed(findings):
+    if not found.passed(findings):
         raise typer.Exit(1)

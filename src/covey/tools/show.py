@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from covey.findings import plain
 from covey.rollout.records import Records, read_records, recorded_steps, records_path
 
 _SHORT = 400  # characters of a text when several prompts are shown
@@ -86,14 +87,14 @@ def _group_json(records: Records, p: int) -> dict[str, Any]:
             "num_tokens": len(response.token_ids),
             "finish_reason": response.finish_reason,
             "policy_version": response.policy_version,
-            "reward": _number(records.rewards[p, g]),
-            "scores": {name: _number(scores[p, g]) for name, scores in records.parts.items()},
-            "advantage": _number(records.advantages[p, g]),
-            "mean_logprob": _number(float(np.mean(response.logprobs))) if response.logprobs else None,
+            "reward": plain(records.rewards[p, g]),
+            "scores": {name: plain(scores[p, g]) for name, scores in records.parts.items()},
+            "advantage": plain(records.advantages[p, g]),
+            "mean_logprob": plain(float(np.mean(response.logprobs))) if response.logprobs else None,
         }
         for g, response in enumerate(group.responses)
     ]
-    row = _finite(group.prompt.row)
+    row = plain(group.prompt.row)
     return {"prompt": p, "uid": group.prompt.uid, "text": group.prompt.text, "row": row, "responses": responses}
 
 
@@ -144,19 +145,6 @@ def _shorten(text: str, max_chars: int | None) -> str:
 def _printable(text: str) -> str:
     """Control characters as escapes, so that a model's output cannot drive the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _finite(value: Any) -> Any:
-    """`value` with null for the numbers that JSON has no word for."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return _number(value) if isinstance(value, float) else value
 
 
 def _ranges(steps: Sequence[int]) -> str:

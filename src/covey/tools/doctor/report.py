@@ -1,10 +1,8 @@
-"""Findings on the terminal and as JSON; metrics of a run as lines of block characters."""
+"""Findings on the terminal; metrics of a run as lines of block characters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
@@ -15,17 +13,6 @@ from covey.tools.doctor.evidence import RunView, Series
 
 _MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "failure": "[red]failure[/red]"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
-    """{"pass": no failure, "findings": [...]}, with numbers that JSON has a word for."""
-    listed = list(findings)
-    return {"pass": passed(listed), "findings": [_plain(asdict(finding)) for finding in listed]}
-
-
-def passed(findings: Iterable[Finding]) -> bool:
-    """Whether nothing failed; warnings pass."""
-    return all(finding.severity != "failure" for finding in findings)
 
 
 def print_findings(findings: Sequence[Finding], *, view: RunView | None = None, console: Console | None = None) -> None:
@@ -73,14 +60,3 @@ def _print_one(finding: Finding, view: RunView | None, console: Console) -> None
     if view is not None:
         for name in finding.evidence.get("metrics", ()):
             console.print(f"  {name:<28} {sparkline(view.series(name))}", soft_wrap=True, markup=False)
-
-
-def _plain(value: Any) -> Any:
-    """numpy's numbers as Python's, NaN and infinity as None."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not np.isfinite(value) else value

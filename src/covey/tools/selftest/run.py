@@ -13,7 +13,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from covey.config.schema import Config
 from covey.device import Device
 from covey.distributed import mesh as meshes
 from covey.distributed.collectives import max_dicts, sum_tensor, wait_for_all
-from covey.findings import Finding
+from covey.findings import Finding, as_json
 from covey.tools import tiny
 from covey.tools.replay import replay
 from covey.tools.replay_compare import verdict
@@ -60,8 +59,7 @@ def run(out: Path, *, kind: str = "auto", on_finding: Callable[[Finding], None] 
             "host": {"machine": platform.machine(), "system": platform.platform(), "python": platform.python_version()},
             "environment": {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.match(k)},
             "seconds": time.perf_counter() - start,
-            "pass": all(finding.severity != "failure" for finding in findings),
-            "findings": [asdict(finding) for finding in findings],
+            **as_json(findings),
         }
         (out / "selftest.json").write_text(json.dumps(bundle, indent=1) + "\n", encoding="utf-8")
     meshes.stop()
